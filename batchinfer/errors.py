@@ -1,0 +1,5 @@
+"""Errors that are the user's to fix; the command line prints them without a traceback."""
+
+
+class InputError(ValueError):
+    """Something given is missing, unreadable or impossible. The message says what to do."""
