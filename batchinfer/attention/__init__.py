@@ -1,0 +1,1 @@
+"""Attention over the prefix tree: the AttentionBackend seam and its implementations."""

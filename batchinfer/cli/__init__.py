@@ -1,0 +1,1 @@
+"""The batchinfer command: one short file per subcommand."""

@@ -1,0 +1,1 @@
+"""Prompts from files, folders and datasets: reading, columns, tokenization in batches."""

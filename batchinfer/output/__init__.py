@@ -1,0 +1,1 @@
+"""Completions to Parquet: schema and writer."""

@@ -1,0 +1,1 @@
+"""The plan of a window of rows: prefix tree, execution order, cost."""

@@ -1,0 +1,1 @@
+"""Evaluation of completions: one evaluator per file."""
