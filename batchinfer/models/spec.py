@@ -5,7 +5,9 @@ To add a family, add a row to `FAMILIES`; the decoder (decoder.py) is driven by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class RopeSpec:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    freq_factors: tuple[float, ...] | None = None  # [dim / 2] divisors of the frequencies (GGUF rope_freqs.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +56,75 @@ class DecoderSpec:
     hidden_act: str  # "silu"
     sliding_windows: tuple[int | None, ...]  # [num_layers]; W: a query sees itself and the W - 1 keys before it
     dtype: str | None  # dtype of the checkpoint: "bfloat16", ...; None: not stated
+
+
+#: Where a family's config says whether a linear layer has a bias: a key of the config, or a fixed answer.
+BiasRule = bool | str
+#: "none": full attention; "all": every layer has `sliding_window`; "layer_types": as the list of that name says.
+SlidingRule = Literal["none", "all", "layer_types"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model class fixes, and what its config means when it leaves a key out (as in transformers 5)."""
+
+    architecture: str
+    model_type: str
+    max_position: int  # default of max_position_embeddings
+    num_kv_heads: int | None = None  # default of num_key_value_heads; None: num_attention_heads
+    head_dim: int | None = None  # default of head_dim; None: hidden_size / num_attention_heads
+    qkv_bias: BiasRule = False
+    o_bias: BiasRule = False
+    mlp_bias: BiasRule = False
+    qk_norm: bool = False
+    sliding: SlidingRule = "none"
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of further keys
+    gguf_arch: str | None = None  # general.architecture that stands for it
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family(
+            "LlamaForCausalLM",
+            "llama",
+            2048,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            gguf_arch="llama",
+        ),
+        # Mistral files in GGUF say "llama" too.
+        Family(
+            "MistralForCausalLM",
+            "mistral",
+            131072,
+            num_kv_heads=8,
+            sliding="all",
+            defaults={"sliding_window": 4096},
+        ),
+        Family(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            32768,
+            num_kv_heads=32,
+            qkv_bias=True,
+            sliding="layer_types",
+            defaults={"sliding_window": 4096, "max_window_layers": 28},
+            gguf_arch="qwen2",
+        ),
+        Family(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            32768,
+            num_kv_heads=32,
+            head_dim=128,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            sliding="layer_types",
+            defaults={"sliding_window": 4096, "max_window_layers": 28},
+            gguf_arch="qwen3",
+        ),
+    )
+}

@@ -1,0 +1,121 @@
+"""Chat templates: Jinja in a sandbox, with the names that transformers gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.types import Messages
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+class ChatTemplate:
+    """A compiled chat template. Raises ValueError when the source is not valid Jinja."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        import jinja2
+
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as e:
+            raise ValueError(f"the chat template is not valid: line {e.lineno}: {e.message}") from e
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """The prompt text. Raises ValueError for messages that are malformed or that the template refuses."""
+        import jinja2
+
+        checked = _check_messages(messages)
+        try:
+            return self._template.render(
+                messages=checked,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as e:
+            raise ValueError(f"the chat template refused the messages: {e.message or type(e).__name__}") from e
+        except (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as e:
+            raise ValueError(f"the chat template failed on the messages: {type(e).__name__}: {e}") from e
+
+
+def _check_messages(messages: Messages) -> list[dict[str, Any]]:
+    """Messages as plain data, null values dropped (a missing key is what templates handle; "None" is not)."""
+    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
+        raise ValueError(f"messages must be a list of messages, got {type(messages).__name__}")
+    checked = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {index} must have role and content, got {type(message).__name__}")
+        plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
+        role = plain.get("role")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"message {index} has no role: {_short(plain)}")
+        if "content" not in plain and not plain.get("tool_calls"):
+            raise ValueError(f"message {index} (role {role!r}) has no content: {_short(plain)}")
+        if not isinstance(plain.get("content", ""), (str, list)):
+            raise ValueError(f"message {index} (role {role!r}) has content that is not text: {_short(plain)}")
+        checked.append(plain)
+    if not checked:
+        raise ValueError("there are no messages")
+    return checked
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt from JSON types: templates come with models, so they see data and no objects with methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, as Parquet readers give them
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _short(value: Any, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it only prints."""
+
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: jinja2.parser.Parser) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

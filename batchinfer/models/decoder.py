@@ -1,0 +1,135 @@
+"""One decoder for every family of the table in spec.py: embedding, layers, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchinfer.attention.backend import AttentionBackend
+from batchinfer.attention.tree import RaggedBatch
+from batchinfer.kernels import reference
+from batchinfer.models.rope import rope_tables
+from batchinfer.models.spec import DecoderSpec
+from batchinfer.models.weights import DecoderWeights, LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One flat ragged batch; the tokens of a sequence are consecutive."""
+
+    token_ids: Tensor  # [num_tokens] int64, device
+    positions: Tensor  # [num_tokens] int64, device
+    slots: Tensor  # [num_tokens] int64, device; where each token's KV goes
+    ragged: RaggedBatch  # host
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The KV pool of all layers. Zeroed when made: a masked key still meets its value as 0 * v."""
+
+    k: Tensor  # [num_layers, num_blocks * block_size, num_kv_heads, head_dim]
+    v: Tensor
+    block_size: int
+
+    @staticmethod
+    def bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
+        return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    @classmethod
+    def make(
+        cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        shape = (spec.num_layers, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return cls(k, v, block_size)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy block contents in every layer; all sources are read before a target is written."""
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.k.device).unbind(1)
+        reference.copy_kv(self.k, self.v, sources, targets, self.block_size)
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
+        for cache in (self.k, self.v):
+            cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index] = 0
+
+
+class LanguageModel(Protocol):
+    """What the engine runs. `Decoder` is the real one; tests bring analytic stubs."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
+        """Store the tokens' KV; final hidden states [num_tokens, hidden_size]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [rows, vocab_size] of hidden [rows, hidden_size], any number of rows."""
+
+    def target_logprobs(self, hidden: Tensor, targets: Tensor) -> reference.TargetLogprobs:
+        """Log-probability of each target [rows] int64, logits never all held at once."""
+
+
+class Decoder:
+    """A pre-norm transformer decoder over paged KV."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        make_attention: Callable[[torch.device], AttentionBackend],
+        max_model_len: int,
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.dtype = weights.embed.dtype
+        self.device = weights.embed.device
+        self.attention = make_attention(self.device)
+        cos, sin = rope_tables(spec.rope, max_model_len)
+        self._cos, self._sin = cos.to(self.device), sin.to(self.device)  # [max_model_len, rope.dim / 2] fp32
+        self._windows = frozenset(spec.sliding_windows)
+
+    def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
+        num_tokens = len(inputs.token_ids)
+        self.attention.plan(inputs.ragged, self._windows)
+        cos, sin = self._cos[inputs.positions], self._sin[inputs.positions]
+        x = self.weights.embed[inputs.token_ids]
+        # Padding rows are computed and dropped: no matrix product sees an odd row count.
+        x = torch.nn.functional.pad(x, (0, 0, 0, reference.pad_rows(num_tokens) - num_tokens))
+        residual = None
+        for index, layer in enumerate(self.weights.layers):
+            x, residual = reference.rms_norm(x, layer.attn_norm, self.spec.rms_norm_eps, residual)
+            x = self._attend(x, layer, index, cos, sin, inputs.slots, kv)
+            x, residual = reference.rms_norm(x, layer.mlp_norm, self.spec.rms_norm_eps, residual)
+            x = reference.linear(x, layer.gate_up, layer.gate_up_bias)
+            x = reference.linear(reference.silu_and_mul(x), layer.down, layer.down_bias)
+        x, _ = reference.rms_norm(x, self.weights.final_norm, self.spec.rms_norm_eps, residual)
+        return x[:num_tokens]
+
+    def _attend(
+        self, x: Tensor, layer: LayerWeights, index: int, cos: Tensor, sin: Tensor, slots: Tensor, kv: KVCache
+    ) -> Tensor:
+        spec, num_tokens = self.spec, len(slots)
+        qkv = reference.linear(x, layer.qkv, layer.qkv_bias)[:num_tokens]
+        qkv = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, _ = reference.rms_norm(q, layer.q_norm, spec.rms_norm_eps)
+            k, _ = reference.rms_norm(k, layer.k_norm, spec.rms_norm_eps)
+        q = reference.rope_and_store_kv(q, k, v, cos, sin, slots, kv.k[index], kv.v[index])
+        out = self.attention.forward(q, kv.k[index], kv.v[index], spec.head_dim**-0.5, spec.sliding_windows[index])
+        out = torch.nn.functional.pad(out, (0, 0, 0, len(x) - num_tokens))
+        return reference.linear(out, layer.o, layer.o_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        rows = len(hidden)
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, reference.pad_rows(rows) - rows))
+        return reference.head_logits(padded, self.weights.lm_head)[:rows]
+
+    def target_logprobs(self, hidden: Tensor, targets: Tensor) -> reference.TargetLogprobs:
+        return reference.linear_logprobs(hidden, self.weights.lm_head, targets)

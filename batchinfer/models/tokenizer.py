@@ -1,0 +1,106 @@
+"""Text <-> token ids, over the `tokenizers` library, and prompts from chat messages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchinfer.models.chat import ChatTemplate
+from batchinfer.types import Messages, TokenIds
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and chat template.
+
+    Args:
+        backend: the `tokenizers` pipeline; its post-processor adds the special tokens.
+        special_tokens: role -> text, e.g. {"bos_token": "<s>", "eos_token": "</s>"}; templates see these names.
+        chat_template: Jinja source, or None.
+
+    Attributes:
+        num_ids: highest id + 1. Ids may be sparse, so this can be more than the number of tokens.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None = None
+    ) -> None:
+        # Both would alter ids behind the caller's back: a truncated prompt is another prompt.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self.num_ids = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[TokenIds]:
+        """Ids of each text, [num_tokens] int32.
+
+        A text that itself starts with the beginning-of-sequence token gets no second one. Raises ValueError for a
+        text that is not valid Unicode (lone surrogates).
+        """
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as e:
+            raise ValueError(_not_unicode(texts)) from e
+        rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return [self._one_bos(text, ids) for text, ids in zip(texts, rows, strict=True)] if add_special_tokens else rows
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Ids the tokenizer does not know (padded vocabularies) decode to nothing."""
+        known = [int(i) for i in ids if 0 <= i < self.num_ids]
+        return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """Messages through the chat template. Raises ValueError without one, or if it refuses the messages."""
+        if self._chat is None:
+            raise ValueError("the model has no chat template; use prompts instead of messages")
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> TokenIds:
+        """Ids of the rendered messages; the template writes the special tokens, so none are added."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode_batch([text], add_special_tokens=False)[0]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    def digest(self) -> str:
+        """Hex sha256 of everything that decides ids and prompts."""
+        parts = [self.backend.to_str(), json.dumps(self.special_tokens, sort_keys=True), self.chat_template or ""]
+        return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+    @cached_property
+    def _chat(self) -> ChatTemplate | None:
+        return None if self.chat_template is None else ChatTemplate(self.chat_template, self.special_tokens)
+
+    def _id_of(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _one_bos(self, text: str, ids: TokenIds) -> TokenIds:
+        if self.bos_token_id is None or len(ids) < 2 or not (ids[:2] == self.bos_token_id).all():
+            return ids
+        return ids[1:] if text.startswith(self.special_tokens["bos_token"]) else ids
+
+
+def _not_unicode(texts: Sequence[str]) -> str:
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            return f"text {index} is not a string but {type(text).__name__}"
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            return f"text {index} is not valid Unicode: {e}"
+    return "a text could not be tokenized"
