@@ -8,9 +8,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-VENV := .venv
-BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+# Twice quiet: errors only.
+PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := $(VENV)/.ready
 TYPED := build/typed
 DEMO := build/demo.parquet
@@ -20,7 +21,7 @@ help:  ## say what there is
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with $(PYTHON) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "$(TORCH)" --constraint constraints.txt 2>$(VENV)/torch.log \
 	    || $(PIP) install "$(TORCH)" --constraint constraints.txt --extra-index-url $(TORCH_INDEX) \
 	    || { cat $(VENV)/torch.log; exit 1; }
@@ -44,9 +45,10 @@ test: $(READY)  ## run all tests
 test-quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/pytest -m "not slow"
 
-lint: $(READY) types  ## check style, format and types
+lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory types
 
 # mypy does not follow the mapping of kernels/ and evals/ into the package: it gets a tree of links
 # that looks like the installed package.
@@ -54,7 +56,7 @@ types: $(READY)  ## check types
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/batchinfer
 	@ln -s $(CURDIR)/batchinfer/* $(CURDIR)/kernels $(CURDIR)/evals $(TYPED)/batchinfer/
 	@ln -s $(CURDIR)/recipes $(CURDIR)/data $(TYPED)/
-	cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+	cd $(TYPED) && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 	    --cache-dir $(CURDIR)/.mypy_cache batchinfer recipes data
 
 format: $(READY)  ## put the code into the project's format
