@@ -1,0 +1,164 @@
+"""Stand-ins for the costly parts. Each keeps the contract of what it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import EngineConfig
+from batchinfer.models.spec import DecoderSpec, RopeSpec
+from batchinfer.types import Completion, ErrorCode, FinishReason, Prompt, RowError, TokenIds, failed
+
+TINY_SPEC = DecoderSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=256,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope=RopeSpec("default", 10_000.0, 8),
+    max_position=512,
+    tie_word_embeddings=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    hidden_act="silu",
+    sliding_windows=(None, None),
+    dtype="float32",
+)
+
+
+class FakeTokenizer:
+    """One token per UTF-8 byte, no special tokens; chats are `role: content` lines."""
+
+    num_ids = 256
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    chat_template: str | None = "role: content"
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[TokenIds]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(int(i) for i in ids).decode("utf-8", "replace")
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return "\n".join([*lines, "assistant: "] if add_generation_prompt else lines)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> TokenIds:
+        return self.encode_batch([self.render_chat(messages, add_generation_prompt=add_generation_prompt)])[0]
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset()
+
+    def digest(self) -> str:
+        return "tokenizer-digest"
+
+
+@dataclass
+class FakeModelSource:
+    name: str = "fake"
+    path: Path = Path("fake")
+    format: str = "hf"
+    spec: DecoderSpec = TINY_SPEC
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+
+    def digest(self) -> str:
+        return "model-digest"
+
+
+@dataclass
+class FakeEngineStats:
+    num_rows: int = 0
+    num_rows_done: int = 0
+    num_rows_failed: int = 0
+    num_seqs_running: int = 0
+    num_seqs_waiting: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_tokens_computed: int = 0
+    num_prompt_tokens_reused: int = 0
+    num_prompt_tokens_shareable: int = 0
+    num_prompt_tokens_recomputed: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_kv_blocks: int = 10
+    num_kv_blocks_used: int = 0
+    planning_s: float = 0.0
+    running_s: float = 0.0
+
+
+class FakeEngine:
+    """Answers each prompt with its own text, cut to max_tokens, in reverse order: rows finish as they like.
+
+    `on_row(row_index)` is called before each row and may raise or sleep.
+    """
+
+    def __init__(
+        self,
+        source: FakeModelSource | None = None,
+        config: EngineConfig | None = None,
+        on_row: Callable[[int], None] = lambda row: None,
+    ) -> None:
+        self.source = source or FakeModelSource()
+        self.tokenizer = self.source.tokenizer
+        self.config = config or EngineConfig()
+        self.max_model_len = self.config.max_model_len or self.source.spec.max_position
+        self.stats = FakeEngineStats()
+        self.num_runs_closed = 0
+        self.prompts: list[Prompt] = []  # of the last run
+        self._on_row = on_row
+
+    def run(
+        self, prompts: Sequence[Prompt], on_step: Callable[[Any], None] | None = None
+    ) -> Iterator[Completion]:
+        self.prompts = list(prompts)
+        self.stats = stats = FakeEngineStats(
+            num_rows=len(prompts), num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts)
+        )
+        try:
+            for prompt in reversed(self.prompts):
+                self._on_row(prompt.row_index)
+                yield from self._complete(prompt)
+                stats.num_rows_done += 1
+                stats.num_steps += 1
+                if on_step is not None:
+                    on_step(stats)
+        finally:
+            self.num_runs_closed += 1
+
+    def _complete(self, prompt: Prompt) -> Iterator[Completion]:
+        error = prompt.error
+        if error is None and len(prompt.token_ids) >= self.max_model_len:
+            error = RowError(ErrorCode.PROMPT_TOO_LONG, f"{len(prompt.token_ids)} tokens")
+        if error is not None:
+            self.stats.num_rows_failed += 1
+            yield failed(prompt, error)
+            return
+        self.stats.num_prompt_tokens_computed += len(prompt.token_ids)
+        for sample_index in reversed(range(prompt.params.n)):
+            ids = [int(i) for i in prompt.token_ids[: prompt.params.max_tokens]]
+            is_cut = len(prompt.token_ids) > prompt.params.max_tokens
+            self.stats.num_output_tokens += len(ids)
+            yield Completion(
+                row_index=prompt.row_index,
+                sample_index=sample_index,
+                token_ids=ids,
+                text=self.tokenizer.decode(ids),
+                finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+                num_prompt_tokens=len(prompt.token_ids),
+                logprobs=None if prompt.params.logprobs is None else [-0.5] * len(ids),
+                top_logprobs=[[(i, -0.5)] for i in ids] if prompt.params.logprobs else None,
+                prompt_logprobs=[None, *[-1.0] * (len(prompt.token_ids) - 1)] if prompt.params.prompt_logprobs else None,
+            )
