@@ -66,14 +66,18 @@ def _split(pattern: str) -> Callable[[], Any]:
 PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "gpt-2": _PreTokenizer(_gpt2),
     "smollm": _PreTokenizer(_smollm),
-    "llama-bpe": _PreTokenizer(_split(_LLAMA3_SPLIT), ignore_merges=True, adds_bos=True),
+    # The same pre-tokenizer under the names that converters of different times wrote.
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"),
+        _PreTokenizer(_split(_LLAMA3_SPLIT), ignore_merges=True, adds_bos=True),
+    ),
     "qwen2": _PreTokenizer(_split(_QWEN2_SPLIT), nfc=True),
 }
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """Raises InputError naming a missing key, an unknown tokenizer model or an unknown pre-tokenizer."""
-    model = metadata.get("tokenizer.ggml.model")
+    model = str(metadata.get("tokenizer.ggml.model"))
     if model not in _BUILDERS:
         raise InputError(
             f"{path}: tokenizer.ggml.model = {model!r} is not supported; supported: {', '.join(_BUILDERS)}"
@@ -149,7 +153,11 @@ def _pair(merge: str, path: Path) -> tuple[str, str]:
 
 
 def _sentencepiece_bpe(vocab: _Vocab) -> tuple[tokenizers.Tokenizer, bool]:
-    """Llama 2's tokenizer, as transformers' converter builds it: BPE over pieces with bytes to fall back on."""
+    """Llama 2's tokenizer, as transformers' converter builds it: BPE over pieces with bytes to fall back on.
+
+    As in SentencePiece and llama.cpp, a space is put before every stretch of text between special tokens, also
+    before text that starts with one, unless the file says `add_space_prefix` false.
+    """
     import tokenizers
     from tokenizers import decoders, models, normalizers
 

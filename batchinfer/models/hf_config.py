@@ -228,11 +228,9 @@ class _ConfigReader:
     def _yarn(
         self, values: Mapping[str, Any], theta: float, head_dim: int, original: int, max_position: int
     ) -> RopeSpec:
-        optional = {
-            key: self._number(values, key)
-            for key in ("attention_factor", "mscale", "mscale_all_dim")
-            if values.get(key) is not None
-        }
+        def optional(key: str) -> float | None:
+            return None if values.get(key) is None else self._number(values, key)
+
         return RopeSpec(
             "yarn",
             theta,
@@ -242,7 +240,9 @@ class _ConfigReader:
             beta_fast=self._number(values, "beta_fast", 32.0),
             beta_slow=self._number(values, "beta_slow", 1.0),
             truncate=bool(values.get("truncate", True)),
-            **optional,
+            attention_factor=optional("attention_factor"),
+            mscale=optional("mscale"),
+            mscale_all_dim=optional("mscale_all_dim"),
         )
 
     def _max_position(self, rope: RopeSpec, max_position: int) -> int:

@@ -58,7 +58,9 @@ def _llama3(rope: RopeSpec) -> tuple[Tensor, float]:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
     import torch
 
-    assert rope.original_max_position and rope.low_freq_factor and rope.high_freq_factor
+    assert rope.original_max_position
+    assert rope.low_freq_factor
+    assert rope.high_freq_factor
     freqs = 1.0 / _wavelengths(rope)
     low_wavelen = rope.original_max_position / rope.low_freq_factor
     high_wavelen = rope.original_max_position / rope.high_freq_factor

@@ -42,7 +42,9 @@ class DecoderWeights:
     embed: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]; the same object as `embed` when tied
+    # [vocab, hidden]; the same object as `embed` when tied. A head of its own in the file wins over a config that
+    # says tied, as in transformers.
+    lm_head: Tensor
 
 
 class Checkpoint(Protocol):
@@ -98,7 +100,11 @@ def build_weights(
         for layout in layouts
     ]
     final_norm = read(_Part(_FINAL_NORM, (spec.hidden_size,)))
-    head = embed if spec.tie_word_embeddings else read(_Part(_LM_HEAD, (spec.vocab_size, spec.hidden_size)))
+    head = embed
+    if _LM_HEAD in checkpoint.shapes():
+        head = read(_Part(_LM_HEAD, (spec.vocab_size, spec.hidden_size)))
+        if spec.tie_word_embeddings and torch.equal(head, embed):
+            head = embed
     return DecoderWeights(embed=embed, layers=layers, final_norm=final_norm, lm_head=head)
 
 
@@ -129,27 +135,26 @@ def _layer_layout(spec: DecoderSpec, index: int) -> _LayerLayout:
     }
 
 
-def _all_parts(spec: DecoderSpec, layouts: Iterable[_LayerLayout]) -> Iterator[_Part]:
+def _all_parts(spec: DecoderSpec, layouts: Iterable[_LayerLayout], has_head: bool) -> Iterator[_Part]:
     yield _Part(_EMBED, (spec.vocab_size, spec.hidden_size))
     for layout in layouts:
         for parts in layout.values():
             yield from parts
     yield _Part(_FINAL_NORM, (spec.hidden_size,))
-    if not spec.tie_word_embeddings:
+    if has_head:
         yield _Part(_LM_HEAD, (spec.vocab_size, spec.hidden_size))
 
 
 def _check_tensors(
     spec: DecoderSpec, layouts: list[_LayerLayout], shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    expected = {part.name: part.shape for part in _all_parts(spec, layouts)}
+    has_head = not spec.tie_word_embeddings or _LM_HEAD in shapes
+    expected = {part.name: part.shape for part in _all_parts(spec, layouts, has_head)}
     missing = [name for name in expected if name not in shapes]
     if missing:
         hint = "; the config says the head is not tied to the embedding" if _LM_HEAD in missing else ""
         raise InputError(f"{where}: missing tensors: {_some(missing)}{hint}")
     extra = [name for name in shapes if name not in expected and not _IGNORED.search(name)]
-    if spec.tie_word_embeddings and _LM_HEAD in extra:
-        extra.remove(_LM_HEAD)
     if extra:
         raise InputError(
             f"{where}: tensors that {spec.architecture} with this config does not have: {_some(extra)}; "
