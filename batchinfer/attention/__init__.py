@@ -1,1 +1,0 @@
-"""Attention over the prefix tree: the AttentionBackend seam and its implementations."""

@@ -1,0 +1,248 @@
+"""The loop: schedule, forward, sample, finish. It works on token ids and knows nothing of files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer.engine.batch import PersistentBatch
+from batchinfer.engine.blocks import BlockPool
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.scheduler import Scheduler, Step
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.stats import EngineStats
+from batchinfer.engine.tree_cache import Match, TreeCache
+from batchinfer.engine.window import WindowPlan
+from batchinfer.models.decoder import KVCache, LanguageModel
+from batchinfer.types import Completion, ErrorCode, FinishReason, RowError
+
+#: fp32 logits held at a time while sampling: 64 MiB.
+MAX_LOGITS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """What one run may use."""
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class WindowRun:
+    """Runs one planned window to its end; iterate over it for completions in the order they finish.
+
+    Args:
+        check: assert every invariant of scheduler, cache and pool after each step. For tests.
+    """
+
+    def __init__(
+        self,
+        plan: WindowPlan,
+        model: LanguageModel,
+        kv: KVCache,
+        sampler: Sampler,
+        limits: RunLimits,
+        stats: EngineStats,
+        *,
+        check: bool = False,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.sampler = sampler
+        self.stats = stats
+        self.check = check
+        self.saw_non_finite = False
+        num_blocks = kv.k.shape[1] // kv.block_size
+        self.pool = BlockPool(num_blocks)
+        self.cache = TreeCache(self.pool, kv.block_size, plan.nodes)
+        self.scheduler = Scheduler(plan.sequences, self.cache, self.pool, limits.max_batch_tokens, limits.max_num_seqs)
+        max_blocks = -(-limits.max_model_len // kv.block_size)
+        self.batch = PersistentBatch(self.scheduler.max_num_seqs, max_blocks, kv.block_size, model.device)
+        self._max_rows = max(16, MAX_LOGITS // model.spec.vocab_size)
+
+    def run(self, on_step: Callable[[EngineStats], None] | None = None) -> Iterator[Completion]:
+        while self.scheduler.has_work():
+            began = time.perf_counter()
+            finished = self._step()
+            self.stats.running_s += time.perf_counter() - began
+            if on_step is not None:
+                on_step(self.stats)
+            for seq, reason, error in finished:
+                yield from self._completions(seq, reason, error)
+
+    def _step(self) -> list[tuple[Sequence, FinishReason, RowError | None]]:
+        step = self.scheduler.schedule()
+        self._apply(step)
+        hidden = self.model.forward(self.batch.inputs(step.scheduled), self.kv)
+        self._score_prompts(step, hidden)
+        ends, sampling = [], []
+        at = 0
+        for seq, num_tokens in step.scheduled:
+            at += num_tokens
+            self.scheduler.on_computed(seq, num_tokens)
+            if seq.num_computed == seq.num_tokens:
+                ends.append(at - 1)
+                sampling.append(seq)
+        finished = self._sample(hidden[ends], sampling)
+        for seq, _, _ in finished:
+            self.scheduler.finish(seq)
+            self.batch.remove(seq)
+        self._count(step)
+        if self.check:
+            self.scheduler.check_integrity()
+        return finished
+
+    def _apply(self, step: Step) -> None:
+        """Carry the schedule's decisions into batch and KV, before the forward pass."""
+        for seq in step.preempted:
+            self.batch.remove(seq)
+        for seq, match in step.admitted:
+            self.batch.add(seq)
+            self._recall_logprobs(seq, match)
+        if step.copies:
+            self.kv.copy_blocks(step.copies)
+        if self.saw_non_finite:
+            # A freed block may hold NaN, which a masked key would turn into 0 * NaN for its next owner.
+            copied = {target for _, target in step.copies}
+            self.kv.clear_blocks([block for block in step.taken if block not in copied])
+
+    # Prompt logprobs. The logprob of the token at position p comes from the hidden state at p - 1; at
+    # the border of a shared node that state is kept with the node.
+
+    def _wants_logprobs(self, seq: Sequence) -> bool:
+        if seq.params.prompt_logprobs:
+            return True
+        nodes = (self.cache.nodes[index] for index in seq.path)
+        return any(node.wants_logprobs and node.computing is seq for node in nodes)
+
+    def _recall_logprobs(self, seq: Sequence, match: Match) -> None:
+        """Take what the shared nodes keep for the sequence's cached part."""
+        if not self._wants_logprobs(seq):
+            return
+        if seq.prompt_logprobs is None:
+            seq.prompt_logprobs = torch.full((seq.num_prompt,), float("nan")).numpy()
+        for span in match.spans:
+            assert span.logprobs is not None
+            seq.prompt_logprobs[span.start : span.end] = span.logprobs
+        if match.spans and match.num_cached == match.spans[-1].end < seq.num_prompt:
+            border = match.spans[-1].last_hidden
+            assert border is not None
+            target = torch.tensor([int(seq.tokens[match.num_cached])], device=self.model.device)
+            logprob = self.model.target_logprobs(border[None], target).logprob
+            seq.prompt_logprobs[match.num_cached] = float(logprob)
+
+    def _score_prompts(self, step: Step, hidden: Tensor) -> None:
+        """Prompt logprobs of the tokens that this step's hidden states predict."""
+        rows: list[Tensor] = []
+        targets: list[Tensor] = []
+        spans: list[tuple[Sequence, int, int]] = []
+        at = 0
+        for seq, num_tokens in step.scheduled:
+            begin, end = seq.num_computed, seq.num_computed + num_tokens
+            if begin < seq.num_prompt and self._wants_logprobs(seq):
+                last = min(end, seq.num_prompt - 1)
+                if last > begin:
+                    rows.append(hidden[at : at + last - begin])
+                    targets.append(torch.from_numpy(seq.tokens[begin + 1 : last + 1].astype("int64")))
+                    spans.append((seq, begin + 1, last + 1))
+                for node in (self.cache.nodes[index] for index in seq.path):
+                    if node.wants_logprobs and node.computing is seq and begin < node.end <= end:
+                        node.last_hidden = hidden[at + node.end - 1 - begin].clone()
+            at += num_tokens
+        if not rows:
+            return
+        found = self.model.target_logprobs(torch.cat(rows), torch.cat(targets).to(self.model.device))
+        values = found.logprob.cpu().numpy()
+        for seq, begin, end in spans:
+            assert seq.prompt_logprobs is not None
+            seq.prompt_logprobs[begin:end] = values[: end - begin]
+            values = values[end - begin :]
+
+    def _sample(self, hidden: Tensor, seqs: list[Sequence]) -> list[tuple[Sequence, FinishReason, RowError | None]]:
+        finished = []
+        for begin in range(0, len(seqs), self._max_rows):
+            part = seqs[begin : begin + self._max_rows]
+            logits = self.model.logits(hidden[begin : begin + self._max_rows])
+            drawn = self.sampler(logits, part, self.batch)
+            for row, seq in enumerate(part):
+                if not drawn.is_finite[row]:
+                    self.saw_non_finite = True
+                    finished.append((seq, FinishReason.ERROR, _non_finite(seq)))
+                    continue
+                logprob, top = drawn.logprobs[row], drawn.top_logprobs[row]
+                if logprob is not None and top is not None:
+                    seq.logprobs.append(logprob)
+                    seq.top_logprobs.append(top)
+                reason = self._append(seq, drawn.token_ids[row])
+                if reason is not None:
+                    finished.append((seq, reason, None))
+        return finished
+
+    def _append(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        """Add the token; why the sequence ends with it, if it does."""
+        params = seq.params
+        may_stop = seq.num_output + 1 >= params.min_tokens
+        seq.append(token_id)
+        is_eos = token_id in self.sampler.eos_token_ids and not params.ignore_eos
+        if may_stop and (is_eos or token_id in params.stop_token_ids):
+            seq.stop_reason = token_id
+            if params.include_stop:
+                seq.text.push(token_id, check_stop=False)
+            return FinishReason.STOP
+        matched = seq.text.push(token_id, check_stop=may_stop)
+        if matched is not None:
+            seq.stop_reason = matched
+            return FinishReason.STOP
+        return FinishReason.LENGTH if seq.num_output >= seq.max_tokens else None
+
+    def _completions(self, seq: Sequence, reason: FinishReason, error: RowError | None) -> Iterator[Completion]:
+        """The sequence's completion, and those of its exact duplicates."""
+        params = seq.params
+        text = None if error else seq.text.finish()
+        owners = [(seq.prompt.row_index, seq.sample_index), *seq.duplicates]
+        for place, (row_index, sample_index) in enumerate(owners):
+            completion = Completion(
+                row_index=row_index,
+                sample_index=sample_index,
+                text=text,
+                finish_reason=reason,
+                stop_reason=seq.stop_reason,
+                num_prompt_tokens=seq.num_prompt,
+                num_cached_tokens=seq.num_prompt if place else max(seq.num_reused, 0),
+                error=error,
+            )
+            if error is None:
+                completion.token_ids = seq.tokens[seq.num_prompt : seq.num_tokens].tolist()
+                if params.logprobs is not None:
+                    completion.logprobs = list(seq.logprobs)
+                    completion.top_logprobs = list(seq.top_logprobs) if params.logprobs else None
+                if params.prompt_logprobs and seq.prompt_logprobs is not None:
+                    completion.prompt_logprobs = [None, *seq.prompt_logprobs[1:].tolist()]
+            yield completion
+
+    def _count(self, step: Step) -> None:
+        stats = self.stats
+        for seq, _ in step.admitted:
+            if seq.num_preempted:
+                stats.num_prompt_tokens_recomputed += seq.num_tokens - seq.num_cached
+            else:
+                stats.num_prompt_tokens_computed += seq.num_prompt - seq.num_cached
+                stats.num_prompt_tokens_reused += seq.num_cached + seq.num_prompt * len(seq.duplicates)
+        stats.num_steps += 1
+        stats.num_preemptions += len(step.preempted)
+        stats.num_seqs_running = len(self.scheduler.running)
+        stats.num_seqs_waiting = self.scheduler.num_waiting
+        stats.num_kv_blocks_used = self.pool.num_used
+
+
+def _non_finite(seq: Sequence) -> RowError:
+    place = f"output token {seq.num_output}" if seq.num_output else "the first output token"
+    return RowError(
+        ErrorCode.NON_FINITE_LOGITS,
+        f"the model gave NaN or infinite logits for {place}: check the weights, or try --dtype float32",
+    )

@@ -1,0 +1,282 @@
+"""The public engine: a loaded model that runs windows of prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from batchinfer.attention.backend import ReferenceAttention
+from batchinfer.config import EngineConfig
+from batchinfer.engine.core import RunLimits, WindowRun
+from batchinfer.engine.machine import choose_device, choose_dtype, free_memory_bytes, num_physical_cores
+from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.stats import EngineStats
+from batchinfer.engine.window import WindowPlan, WindowPlanner
+from batchinfer.errors import InputError
+from batchinfer.models.decoder import Decoder, KVCache, LanguageModel
+from batchinfer.models.source import ModelSource, resolve_model
+from batchinfer.types import (
+    Completion,
+    ErrorCode,
+    Messages,
+    Prompt,
+    RowError,
+    SamplingParams,
+    TokenIds,
+    failed,
+    row_key,
+)
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas as pd
+
+#: Part of the free memory that the KV pool may take when nobody says how much.
+KV_SHARE = 0.5
+
+
+class Engine:
+    """A model in memory, ready to run prompts.
+
+    Args:
+        model: alias, folder, GGUF file, hub id, or a resolved ModelSource.
+        config: see EngineConfig.
+
+    Raises:
+        InputError: for a model, device or setting that cannot work.
+    """
+
+    def __init__(self, model: str | ModelSource, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        source = resolve_model(model) if isinstance(model, str) else model
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, source.spec.dtype, device)
+        max_model_len = _max_model_len(config.max_model_len, source)
+        torch.set_num_threads(config.threads or num_physical_cores())
+        decoder = Decoder(source.spec, source.load_weights(dtype, device), ReferenceAttention, max_model_len)
+        self._set_up(decoder, source.tokenizer, source.eos_token_ids, max_model_len, config)
+        self.source: ModelSource | None = source
+        self.default_params = SamplingParams.from_mapping(source.generation_defaults)
+
+    @classmethod
+    def from_parts(
+        cls,
+        model: LanguageModel,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        config: EngineConfig | None = None,
+    ) -> Engine:
+        """An engine over a model object of one's own; see LanguageModel."""
+        self = cls.__new__(cls)
+        self._set_up(model, tokenizer, eos_token_ids, max_model_len, config or EngineConfig())
+        self.source = None
+        self.default_params = SamplingParams()
+        return self
+
+    def _set_up(
+        self,
+        model: LanguageModel,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        config: EngineConfig,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.config = config
+        self.stats = EngineStats()
+        self.check_integrity = False  # tests: assert all invariants after each step
+        self._sampler = Sampler(tokenizer.num_ids, eos_token_ids)
+        self._kv: KVCache | None = None
+        self._is_running = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return KVCache.bytes_per_block(self.model.spec, self.dtype, 1)
+
+    def run(
+        self, prompts: Sequence[Prompt], on_step: Callable[[EngineStats], None] | None = None
+    ) -> Iterator[Completion]:
+        """Run prompts; yields completions in the order they finish.
+
+        Every prompt gets `params.n` completions, or exactly one (sample_index 0) if it is refused: its
+        own error, too long, never fits. Closing the iterator stops the run.
+
+        Args:
+            on_step: called after each step with `stats`, which is reset when the run begins.
+        """
+        if self._is_running:
+            raise RuntimeError("this engine is running; finish or close the iterator of its last run first")
+        self._is_running = True
+        try:
+            yield from self._run(prompts, on_step)
+        finally:
+            self._is_running = False
+
+    def _run(self, prompts: Sequence[Prompt], on_step: Callable[[EngineStats], None] | None) -> Iterator[Completion]:
+        config, stats = self.config, EngineStats(num_rows=len(prompts))
+        self.stats = stats
+        began = time.perf_counter()
+        planner = WindowPlanner(self.tokenizer, self.max_model_len, config.policy, prefix_sharing=config.prefix_sharing)
+        plan = planner.plan(self._refuse_unfit(prompt) for prompt in prompts)
+        kv = self._make_kv(plan)
+        stats.num_prompt_tokens = plan.num_prompt_tokens
+        stats.num_prompt_tokens_shareable = plan.num_shareable_tokens
+        stats.num_kv_blocks = kv.k.shape[1] // kv.block_size
+        stats.planning_s = time.perf_counter() - began
+        limits = RunLimits(config.max_batch_tokens, config.max_num_seqs, self.max_model_len)
+        run = WindowRun(plan, self.model, kv, self._sampler, limits, stats, check=self.check_integrity)
+        samples_left = {prompt.row_index: prompt.params.n for prompt in prompts}
+        try:
+            for completion in plan.refused:
+                stats.num_rows_done += 1
+                stats.num_rows_failed += 1
+                yield completion
+            for completion in run.run(on_step):
+                self._count(completion, samples_left)
+                yield completion
+        finally:
+            if run.saw_non_finite:
+                self._kv = None  # NaN in a stale block must not reach the next run
+
+    def _count(self, completion: Completion, samples_left: dict[int, int]) -> None:
+        self.stats.num_output_tokens += len(completion.token_ids)
+        samples_left[completion.row_index] -= 1
+        if not samples_left[completion.row_index]:
+            self.stats.num_rows_done += 1
+            self.stats.num_rows_failed += completion.error is not None
+
+    def _refuse_unfit(self, prompt: Prompt) -> Prompt:
+        """A row that would not fit even if it ran alone gets its error before anything runs."""
+        pool_bytes = self.config.kv_memory_bytes or self._kv_limit_bytes()
+        num_tokens = min(len(prompt.token_ids) + prompt.params.max_tokens, self.max_model_len) - 1
+        needed = -(-num_tokens // self.config.block_size)
+        available = pool_bytes // self._bytes_per_block()
+        if prompt.error is None and needed > available:
+            message = (
+                f"{len(prompt.token_ids)} prompt tokens and max_tokens {prompt.params.max_tokens} need {needed} KV "
+                f"blocks of {self.config.block_size} tokens, the pool has {available}: raise --kv-memory to "
+                f"{needed * self._bytes_per_block():,} bytes or lower max_tokens"
+            )
+            prompt.error = RowError(ErrorCode.NEVER_FITS, message)
+        return prompt
+
+    def _bytes_per_block(self) -> int:
+        return KVCache.bytes_per_block(self.model.spec, self.dtype, self.config.block_size)
+
+    def _kv_limit_bytes(self) -> int:
+        """The largest pool that may be made when no size is given."""
+        held = 0 if self._kv is None else 2 * self._kv.k.nbytes
+        if self.device.type == "cuda":
+            return int((torch.cuda.mem_get_info(self.device)[0] + held) * KV_SHARE)
+        return int((free_memory_bytes() + held) * KV_SHARE)
+
+    def _make_kv(self, plan: WindowPlan) -> KVCache:
+        """The KV pool: of the size asked for, else what the plan can use within the limit."""
+        per_block = self._bytes_per_block()
+        if self.config.kv_memory_bytes is not None:
+            num_blocks = self.config.kv_memory_bytes // per_block
+            if num_blocks < 1:
+                raise InputError(
+                    f"--kv-memory is {self.config.kv_memory_bytes:,} bytes, one KV block of "
+                    f"{self.config.block_size} tokens takes {per_block:,}: raise it"
+                )
+        else:
+            block_size = self.config.block_size
+            all_rows = sum(-(-(seq.num_prompt + seq.max_tokens) // block_size) + 1 for seq in plan.sequences)
+            num_blocks = max(1, min(all_rows, self._kv_limit_bytes() // per_block))
+        if self._kv is None or self._kv.k.shape[1] // self._kv.block_size != num_blocks:
+            self._kv = None  # free the old pool first
+            self._kv = KVCache.make(self.model.spec, num_blocks, self.config.block_size, self.dtype, self.device)
+        return self._kv
+
+    def prompt(
+        self,
+        content: str | Sequence[int] | TokenIds | Messages,
+        params: SamplingParams,
+        row_index: int = 0,
+        row_id: str | int | None = None,
+    ) -> Prompt:
+        """A Prompt from text, token ids or chat messages (which get the chat template and no second BOS)."""
+        ids = self._encode(content)
+        prompt = Prompt(row_index, ids, params, row_key(row_id, ids))
+        bad = ids[(ids < 0) | (ids >= self.model.spec.vocab_size)]
+        if len(bad):
+            message = f"token id {int(bad[0])} is outside the model's vocabulary of {self.model.spec.vocab_size}"
+            prompt.error = RowError(ErrorCode.INVALID_PROMPT, message)
+        return prompt
+
+    def _encode(self, content: str | Sequence[int] | TokenIds | Messages) -> TokenIds:
+        if isinstance(content, str):
+            return self.tokenizer.encode_batch([content])[0]
+        if len(content) and isinstance(content[0], dict):
+            return self.tokenizer.encode_chat(content)
+        return np.asarray(content, dtype=np.int32)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | TokenIds | Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        ids: Sequence[str | int] | None = None,
+    ) -> list[list[Completion]]:
+        """Complete prompts: texts, lists of token ids, or lists of chat messages.
+
+        Args:
+            params: for all, or one for each prompt; None: the model's own defaults.
+            ids: row ids, which fix each row's random numbers; see row_key.
+
+        Returns:
+            For each prompt its samples, in order. A prompt that failed has one, with `error` set.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts must be a list, got one string: wrap it in a list")
+        for_all = params if isinstance(params, SamplingParams) else self.default_params
+        each = [for_all] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts) or (ids is not None and len(ids) != len(prompts)):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(each)} params, {len(ids) if ids is not None else len(prompts)} ids"
+            )
+        rows = [
+            self.prompt(content, each[row], row, None if ids is None else ids[row])
+            for row, content in enumerate(prompts)
+        ]
+        out: list[list[Completion]] = [[] for _ in rows]
+        for completion in self.run(rows):
+            out[completion.row_index].append(completion)
+        for samples in out:
+            samples.sort(key=lambda completion: completion.sample_index)
+        return out
+
+    def generate_dataset(
+        self, dataset: datasets.Dataset | pd.DataFrame, params: SamplingParams | None = None, **columns: Any
+    ) -> Any:
+        """Complete a dataset or data frame; all its columns are kept, the results are added.
+
+        See `batchinfer.pipeline.generate_dataset` for the options.
+        """
+        from batchinfer.pipeline import generate_dataset
+
+        return generate_dataset(self, dataset, params, **columns)
+
+
+def _max_model_len(asked: int | None, source: ModelSource) -> int:
+    limit = source.spec.max_position
+    if asked is not None and asked > limit:
+        raise InputError(f"--max-model-len {asked} is above the {limit} positions that {source.name} was made for")
+    return asked or limit

@@ -1,0 +1,88 @@
+"""What the machine offers: cores, free memory, native dtypes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from batchinfer.config import Dtype
+from batchinfer.errors import InputError
+
+
+def num_physical_cores() -> int:
+    """Physical cores among the CPUs this process may use."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        return max(1, (os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping, the limit of a container included."""
+    free = _meminfo_available()
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return max(free, 0)
+
+
+def _meminfo_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises InputError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device {name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"--device {name}: torch {torch.__version__} finds no GPU here; use --device cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: there are {torch.cuda.device_count()} GPUs, numbered from 0")
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    return device
+
+
+def choose_dtype(name: Dtype, checkpoint: str | None, device: torch.device) -> torch.dtype:
+    """`auto`: the checkpoint's own dtype where the device computes it natively, else float32.
+
+    A quantised checkpoint (None) counts as bfloat16.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.float16 if checkpoint == "float16" else torch.bfloat16
+    is_native = checkpoint in (None, "bfloat16") and _cpu_has_bfloat16()
+    return torch.bfloat16 if is_native else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(flag in flags for flag in (" avx512_bf16", " amx_bf16", " bf16"))

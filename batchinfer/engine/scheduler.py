@@ -1,0 +1,191 @@
+"""Decides what runs in the next step: one token budget, no phases, admission by KV memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from batchinfer.engine.blocks import BlockPool
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.tree_cache import Match, TreeCache
+
+
+@dataclass(slots=True)
+class Step:
+    """What to do before and in one forward pass."""
+
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)  # (sequence, tokens to advance)
+    admitted: list[tuple[Sequence, Match]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, target block), all read first
+    taken: list[int] = field(default_factory=list)  # blocks that were free before
+    preempted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class Scheduler:
+    """Sequences wait, run and end here; nobody else changes `num_computed`, `blocks` or the queues.
+
+    A sequence needs its `num_computed` to catch up with its `num_tokens`; a step is how far each one
+    may advance under `max_batch_tokens`. Decodes (one token) go before prompt chunks, so that a long
+    prompt slows no running row down; then new sequences are admitted in the given order while KV
+    blocks last. When a running sequence finds no block, shared nodes that are needed latest are
+    evicted, then the sequence admitted last is preempted: it gives up its KV and computes it again
+    later, which changes no bit of its output.
+    """
+
+    def __init__(
+        self, sequences: Iterable[Sequence], cache: TreeCache, pool: BlockPool, max_batch_tokens: int, max_num_seqs: int
+    ) -> None:
+        self.cache = cache
+        self.pool = pool
+        self.block_size = cache.block_size
+        self.max_batch_tokens = max_batch_tokens
+        # Every running sequence must be able to advance in every step.
+        self.max_num_seqs = min(max_num_seqs, max_batch_tokens)
+        self.waiting: deque[Sequence] = deque(sorted(sequences, key=lambda seq: seq.order))
+        self.num_parked = 0  # sequences that wait for a node, on its own list
+        self.running: list[Sequence] = []  # in the order of admission
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.num_parked
+
+    def has_work(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
+
+    def schedule(self) -> Step:
+        """The next step. Empty only when nothing is left to do."""
+        step = Step()
+        self._advance_running(step)
+        if not step.preempted:  # a full pool is no time to admit
+            self._admit_waiting(step)
+        assert step.scheduled or not self.has_work(), f"stuck: {len(self.running)=} {self.num_waiting=}"
+        return step
+
+    def _advance_running(self, step: Step) -> None:
+        taken: dict[int, int] = {}  # id(sequence) -> tokens
+        budget = self.max_batch_tokens
+        decodes_first = sorted(self.running, key=lambda seq: seq.num_tokens - seq.num_computed > 1)
+        for seq in decodes_first:
+            num_tokens = min(seq.num_tokens - seq.num_computed, budget)
+            if not seq.is_running or not num_tokens:  # preempted a moment ago, or the budget is spent
+                continue
+            while not self._grow(seq, seq.num_computed + num_tokens, step):
+                victim = self.running[-1]
+                budget += taken.pop(id(victim), 0)
+                self._preempt(victim, step)
+                if victim is seq:
+                    break
+            else:
+                taken[id(seq)] = num_tokens
+                budget -= num_tokens
+        step.scheduled = [(seq, taken[id(seq)]) for seq in self.running if id(seq) in taken]
+        step.num_tokens = sum(taken.values())
+
+    def _grow(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
+        """Give the sequence blocks for its first `num_tokens`; False if there are not enough."""
+        missing = -(-num_tokens // self.block_size) - len(seq.blocks)
+        if missing > self.pool.num_free:
+            self.cache.evict(missing - self.pool.num_free, self._now())
+        if missing > self.pool.num_free:
+            return False
+        taken = self.pool.take(max(missing, 0))
+        seq.blocks += taken
+        step.taken += taken
+        return True
+
+    def _now(self) -> int:
+        return self.waiting[0].order if self.waiting else 0
+
+    def _preempt(self, seq: Sequence, step: Step) -> None:
+        self._leave(seq)
+        seq.num_preempted += 1
+        seq.num_computed = seq.num_cached = 0
+        step.preempted.append(seq)
+        released = self.cache.on_stopped(seq, will_return=True)
+        self.waiting.appendleft(seq)
+        self._return_to_queue(released)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.is_running = False
+
+    def _return_to_queue(self, released: list[Sequence]) -> None:
+        self.num_parked -= len(released)
+        for seq in sorted(released, key=lambda seq: seq.order, reverse=True):
+            self.waiting.appendleft(seq)
+
+    def _admit_waiting(self, step: Step) -> None:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            budget = self.max_batch_tokens - step.num_tokens
+            if budget <= 0:
+                return
+            seq = self.waiting[0]
+            match = self.cache.match(seq)
+            if match.blocked_on is not None:
+                match.blocked_on.waiters.append(self.waiting.popleft())
+                self.num_parked += 1
+                continue
+            num_tokens = min(seq.num_tokens - match.num_cached, budget)
+            if not self._make_room(match, match.num_cached + num_tokens):
+                if self.running:
+                    return
+                # Alone, and the kept prefix itself is in the way (its tail block is copied, not shared).
+                self.cache.evict(self.pool.num_blocks, self._now())
+                continue
+            self.waiting.popleft()
+            self._admit(seq, match, num_tokens, step)
+
+    def _make_room(self, match: Match, num_tokens: int) -> bool:
+        """Are there blocks for the sequence's first tokens, and one for each running row to grow into?"""
+        needed = -(-num_tokens // self.block_size) - match.num_cached // self.block_size
+        spare = len(self.running)
+        missing = needed + spare - self.pool.num_free
+        if missing > 0:
+            self.cache.evict(missing, self._now(), keep=(span.index for span in match.spans))
+        return needed + spare <= self.pool.num_free
+
+    def _admit(self, seq: Sequence, match: Match, num_tokens: int, step: Step) -> None:
+        shared, remainder = self.cache.admit(seq, match)
+        end = match.num_cached + num_tokens
+        own = self.pool.take(-(-end // self.block_size) - len(shared))
+        seq.blocks = shared + own
+        step.taken += own
+        seq.num_computed = seq.num_cached = match.num_cached
+        if seq.num_reused < 0:
+            seq.num_reused = match.num_cached
+        if remainder is not None:
+            step.copies.append((remainder, own[0]))
+        seq.is_running = True
+        self.running.append(seq)
+        step.admitted.append((seq, match))
+        step.scheduled.append((seq, num_tokens))
+        step.num_tokens += num_tokens
+
+    def on_computed(self, seq: Sequence, num_tokens: int) -> None:
+        """The forward pass has stored the KV of the next `num_tokens` of the sequence."""
+        seq.num_computed += num_tokens
+        self._return_to_queue(self.cache.on_computed(seq))
+
+    def finish(self, seq: Sequence) -> None:
+        """The running sequence has ended: give its blocks back."""
+        self._leave(seq)
+        self._return_to_queue(self.cache.on_stopped(seq, will_return=False))
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between steps. For tests; O(everything)."""
+        below: dict[int, int] = {}
+        parked = [seq for node in self.cache.nodes.values() for seq in node.waiters]
+        assert len(parked) == self.num_parked
+        for seq in [*self.waiting, *parked]:
+            assert not seq.is_running and not seq.blocks and seq.num_computed == 0
+            for index in seq.path:
+                below[index] = below.get(index, 0) + 1
+        for seq in self.running:
+            assert seq.is_running and seq.num_computed <= seq.num_tokens
+            assert len(seq.blocks) * self.block_size >= seq.num_computed
+        self.cache.check_integrity(below)
+        self.pool.check_integrity([*self.cache.held(), *(seq.blocks for seq in self.running)])

@@ -1,0 +1,114 @@
+"""One running sample: its tokens, its blocks, how far its KV is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.detokenizer import OutputText
+from batchinfer.types import Prompt, SamplingParams, TokenIds
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what has been generated after it.
+
+    There are no phases: `num_computed` catches up with `num_tokens`.
+
+        [0, num_cached) KV shared with a node · [num_cached, num_computed) computed here · rest to come
+    """
+
+    prompt: Prompt
+    sample_index: int
+    order: int  # place in the order of execution; lower goes first
+    path: tuple[int, ...]  # tree nodes above the row that other sequences need too, from the root down
+    text: OutputText
+    stream_key: int
+    max_tokens: int  # params.max_tokens cut to what max_model_len leaves
+    #: (row_index, sample_index) of exact duplicates that take this sequence's result too.
+    duplicates: list[tuple[int, int]] = field(default_factory=list)
+
+    tokens: TokenIds = field(init=False)  # [capacity] int32; the first num_tokens count
+    num_tokens: int = field(init=False)
+    num_computed: int = 0
+    num_cached: int = 0  # at the latest admission
+    num_reused: int = -1  # num_cached at the first admission, which is what the output reports
+    blocks: list[int] = field(default_factory=list)
+    is_running: bool = False  # the scheduler's
+    slot: int = -1  # the persistent batch's row; -1: none
+    num_preempted: int = 0
+
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    stop_reason: str | int | None = None
+    prompt_logprobs: npt.NDArray[np.float32] | None = None  # [num_prompt], where this or a node wants them
+    penalties: Penalties | None = None
+
+    def __post_init__(self) -> None:
+        # Waiting rows hold no copy of their prompt: a window has tens of thousands of them.
+        self.tokens = self.prompt.token_ids
+        self.num_tokens = len(self.tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.prompt.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the last token is still to be computed, and it is one that was generated."""
+        return self.num_tokens - self.num_computed == 1 and self.num_output > 0
+
+    def append(self, token_id: int) -> None:
+        if self.num_tokens == len(self.tokens):
+            grown = np.empty(min(self.num_prompt + self.max_tokens, 2 * self.num_tokens + 64), dtype=np.int32)
+            grown[: self.num_tokens] = self.tokens
+            self.tokens = grown
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if self.penalties is not None:
+            self.penalties.add(token_id)
+
+    def penalised(self) -> Penalties | None:
+        """What penalties need to know, built when first asked for; None if the row has none."""
+        params = self.params
+        if self.penalties is None and (
+            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        ):
+            self.penalties = Penalties.of(self.prompt.token_ids)
+        return self.penalties
+
+
+@dataclass(slots=True)
+class Penalties:
+    """Distinct ids of prompt and output, and how often each occurs in the output."""
+
+    place: dict[int, int]
+    ids: npt.NDArray[np.int64]  # [capacity]; the first num_ids count
+    counts: npt.NDArray[np.int32]  # [capacity] occurrences in the output
+    num_ids: int
+
+    @classmethod
+    def of(cls, prompt: TokenIds) -> Penalties:
+        ids = np.unique(prompt).astype(np.int64)
+        return cls({int(i): k for k, i in enumerate(ids)}, ids, np.zeros(len(ids), dtype=np.int32), len(ids))
+
+    def add(self, token_id: int) -> None:
+        place = self.place.get(token_id)
+        if place is None:
+            place = self.place[token_id] = self.num_ids
+            if place == len(self.ids):
+                self.ids = np.resize(self.ids, 2 * place + 8)
+                self.counts = np.resize(self.counts, 2 * place + 8)
+            self.ids[place], self.counts[place] = token_id, 0
+            self.num_ids += 1
+        self.counts[place] += 1

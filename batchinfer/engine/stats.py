@@ -1,0 +1,32 @@
+"""Counters of a run, for progress and the summary."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Cumulative over one `run`. Prompt tokens are counted once per sample: a row with n = 4 counts four times."""
+
+    num_rows: int = 0
+    num_rows_done: int = 0
+    num_rows_failed: int = 0
+    num_seqs_running: int = 0
+    num_seqs_waiting: int = 0
+    num_prompt_tokens: int = 0  # of the rows that can run
+    num_prompt_tokens_computed: int = 0
+    num_prompt_tokens_reused: int = 0  # from a shared node or an exact duplicate
+    num_prompt_tokens_shareable: int = 0  # what the plan says could be reused at most
+    num_prompt_tokens_recomputed: int = 0  # tokens computed again after a preemption
+    num_output_tokens: int = 0  # duplicates' copies included
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0
+    planning_s: float = 0.0
+    running_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

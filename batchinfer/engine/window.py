@@ -1,0 +1,174 @@
+"""From a window of prompts to sequences and shared nodes: what will run, in which order, sharing what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import Policy
+from batchinfer.engine.detokenizer import OutputText
+from batchinfer.engine.random import stream_key
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.tree_cache import SharedNode
+from batchinfer.planner.order import execution_order
+from batchinfer.planner.prefix_tree import PrefixTree, build_prefix_tree
+from batchinfer.types import Completion, ErrorCode, Prompt, RowError, SamplingParams, failed
+
+
+@dataclass(slots=True)
+class WindowPlan:
+    """What a window of prompts comes down to."""
+
+    refused: list[Completion] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # by order
+    nodes: list[SharedNode] = field(default_factory=list)
+    num_prompt_tokens: int = 0  # over rows and samples that run
+    num_shareable_tokens: int = 0
+
+
+class WindowPlanner:
+    """Turns prompts into sequences.
+
+    Args:
+        tokenizer: for stop strings and texts, see OutputText.
+        max_model_len: most tokens of prompt and output together.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int, policy: Policy, *, prefix_sharing: bool) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.policy = policy
+        self.prefix_sharing = prefix_sharing
+
+    def plan(self, prompts: Iterable[Prompt]) -> WindowPlan:
+        out = WindowPlan()
+        rows: list[Prompt] = []
+        for prompt in prompts:
+            error = prompt.error or self._refusal(prompt)
+            if error is None:
+                rows.append(prompt)
+            else:
+                out.refused.append(failed(prompt, error))
+        if not rows:
+            return out
+        if self.prefix_sharing:
+            self._plan_shared(rows, out)
+        else:
+            self._plan_separate(rows, out)
+        return out
+
+    def _refusal(self, prompt: Prompt) -> RowError | None:
+        num_tokens = len(prompt.token_ids)
+        if num_tokens == 0:
+            return RowError(ErrorCode.PROMPT_EMPTY, "the prompt has no token")
+        if num_tokens >= self.max_model_len:
+            message = (
+                f"the prompt has {num_tokens} tokens, max_model_len is {self.max_model_len} and leaves no room "
+                f"for output: shorten it or raise --max-model-len"
+            )
+            return RowError(ErrorCode.PROMPT_TOO_LONG, message)
+        return None
+
+    def _plan_separate(self, rows: list[Prompt], out: WindowPlan) -> None:
+        places: Iterable[int] = range(len(rows))
+        if self.policy == "priority":
+            places = sorted(places, key=lambda row: -rows[row].priority)
+        for row in places:
+            for sample in range(rows[row].params.n):
+                out.sequences.append(self._sequence(rows[row], sample, len(out.sequences), ()))
+        out.num_prompt_tokens = sum(seq.num_prompt for seq in out.sequences)
+
+    def _plan_shared(self, rows: list[Prompt], out: WindowPlan) -> None:
+        tree = build_prefix_tree([prompt.token_ids for prompt in rows])
+        order = execution_order(tree, self.policy, [prompt.priority for prompt in rows])
+        kept, duplicates = self._collapse(rows, tree, order)
+        paths = _SharedPaths(tree, kept)
+        uses: dict[int, list[int]] = {}
+        wants: set[int] = set()
+        for row in order:
+            prompt = rows[row]
+            path = paths.of(int(tree.node_of_row[row]))
+            for sample in range(kept[row]):
+                seq = self._sequence(prompt, sample, len(out.sequences), path)
+                seq.duplicates = duplicates.get((int(row), sample), [])
+                for node in path:
+                    uses.setdefault(node, []).append(seq.order)
+                if prompt.params.prompt_logprobs:
+                    wants.update(path)
+                out.sequences.append(seq)
+        out.nodes = [
+            SharedNode(
+                index=node,
+                parent=max(int(tree.parent[node]), 0),
+                start=int(tree.start[node]),
+                end=int(tree.end[node]),
+                depth=paths.depth(node),
+                uses=np.array(orders, dtype=np.int32),
+                wants_logprobs=node in wants,
+                num_pending=len(orders),
+            )
+            for node, orders in uses.items()
+        ]
+        out.num_prompt_tokens = sum(len(prompt.token_ids) * prompt.params.n for prompt in rows)
+        out.num_shareable_tokens = out.num_prompt_tokens - tree.num_unique_tokens
+
+    def _collapse(
+        self, rows: list[Prompt], tree: PrefixTree, order: np.ndarray
+    ) -> tuple[np.ndarray, dict[tuple[int, int], list[tuple[int, int]]]]:
+        """How many samples of each row to run, and which others take whose result.
+
+        Equal tokens, parameters and random stream give equal output; greedy rows have no stream.
+        """
+        kept = np.zeros(len(rows), dtype=np.int64)
+        first: dict[tuple[int, SamplingParams, int | None], int] = {}
+        duplicates: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for row in map(int, order):
+            prompt = rows[row]
+            greedy, num_samples = prompt.params.temperature == 0, prompt.params.n
+            key = (int(tree.node_of_row[row]), prompt.params, None if greedy else prompt.key)
+            owner = first.setdefault(key, row)
+            kept[row] = 0 if owner != row else 1 if greedy else num_samples
+            for sample in range(num_samples):
+                to = (owner, 0 if greedy else sample)
+                if (row, sample) != to:
+                    duplicates.setdefault(to, []).append((prompt.row_index, sample))
+        return kept, duplicates
+
+    def _sequence(self, prompt: Prompt, sample: int, order: int, path: tuple[int, ...]) -> Sequence:
+        params = prompt.params
+        return Sequence(
+            prompt=prompt,
+            sample_index=sample,
+            order=order,
+            path=path,
+            text=OutputText(self.tokenizer, params.stop, params.include_stop),
+            stream_key=stream_key(params.seed, prompt.key, sample),
+            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
+        )
+
+
+class _SharedPaths:
+    """Paths from the root over the nodes that at least two sequences pass."""
+
+    def __init__(self, tree: PrefixTree, num_seqs_of_row: np.ndarray) -> None:
+        self._parent = tree.parent
+        total = np.concatenate(([0], np.cumsum(num_seqs_of_row[tree.order])))
+        self._is_shared = total[tree.row_end] - total[tree.row_begin] > 1
+        self._is_shared[0] = False
+        self._paths: dict[int, tuple[int, ...]] = {0: ()}
+
+    def of(self, node: int) -> tuple[int, ...]:
+        trail: list[int] = []
+        while node not in self._paths:
+            trail.append(node)
+            node = int(self._parent[node])
+        path = self._paths[node]
+        for node in reversed(trail):
+            path = self._paths[node] = (*path, node) if self._is_shared[node] else path
+        return path
+
+    def depth(self, node: int) -> int:
+        return len(self._paths[node])

@@ -1,0 +1,250 @@
+"""The meaning of every op, in plain torch. Faster kernels are tested against these.
+
+Invariance. A row's result must not depend on how many rows are computed with it. What that takes of
+torch on a CPU, measured with 2.13 (see tests/kernels/test_reference.py, which checks it again):
+
+* fp32 matrix products give other bits for 1, 2, 3 and a few more odd row counts, so callers pad rows
+  to a multiple of `ROW_MULTIPLE`; batched products (`bmm`) are safe from multiples of 4 rows on.
+* `silu` and `sigmoid` differ between vector body and scalar tail, `exp` and `log` do not: SiLU is
+  spelled out with `exp`.
+* `logsumexp` and other sums over a long dimension may be split over threads, `log_softmax` is not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Rows of a matrix product are padded to a multiple of this.
+ROW_MULTIPLE = 16
+
+#: Vocabulary columns of the head that are turned to fp32 at a time.
+HEAD_TILE = 8192
+
+#: Start value of the running maximum: finite, so that the first correction factor is 0 and not NaN.
+LOWEST = -1e30
+
+
+def pad_rows(num_rows: int) -> int:
+    """`num_rows` rounded up to a multiple of `ROW_MULTIPLE`."""
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight [out, in] transposed, plus bias [out]; rows a multiple of ROW_MULTIPLE."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Root-mean-square norm (Zhang and Sennrich 2019) of x + residual.
+
+    Args:
+        x: [..., dim]; weight: [dim]; residual: like x or None.
+
+    Returns:
+        The normed sum, and the sum itself, which is the next residual. Statistics in fp32, the
+        normed value rounded to x's dtype before the weight is applied, as transformers does.
+    """
+    total = x if residual is None else x + residual
+    wide = total.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype), total
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of the last dimension times the second half: [rows, 2 I] -> [rows, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float().contiguous()
+    return (wide / (1 + torch.exp(-wide))).to(gate_up.dtype) * up
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) in the rotate-half layout, computed in fp32.
+
+    Args:
+        x: [tokens, heads, head_dim]; cos, sin: [tokens, dim / 2] fp32 with dim <= head_dim; channels
+            from dim on pass unchanged.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+
+
+def rope_and_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """Rotate q and k, write k and v into the cache, return the rotated q.
+
+    Args:
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+        slots: [tokens] int64; where each token's KV goes: block_id * block_size + offset.
+        k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer, changed in place.
+    """
+    k_cache.index_copy_(0, slots, rope(k, cos, sin))
+    v_cache.index_copy_(0, slots, v)
+    return rope(q, cos, sin)
+
+
+def copy_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, block_size: int) -> None:
+    """Copy whole blocks in every layer; all sources are read before any target is written.
+
+    Args:
+        k_cache, v_cache: [layers, num_slots, kv_heads, head_dim]; sources, targets: [n] int64 block ids.
+    """
+    for cache in (k_cache, v_cache):
+        blocks = cache.view(cache.shape[0], -1, block_size, *cache.shape[2:])
+        blocks[:, targets] = blocks[:, sources]
+
+
+class TileItems(NamedTuple):
+    """Equally shaped pieces of one tile position: M query tokens against one 64-token tile each."""
+
+    rows: Tensor  # [items, M] int64: query tokens; the number of tokens stands for padding
+    groups: Tensor  # [items, 4] int64: the tile's 16-token groups in the cache
+    mask: Tensor | None  # [items, M, 64] bool: True where the query sees the key; None: everywhere
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    steps: list[list[TileItems]],
+    scale: float,
+) -> Tensor:
+    """Softmax attention of each query token over the KV on its path from the root of the prefix tree.
+
+    KV is walked in tiles of 64 tokens at fixed absolute positions. The state (running maximum, sum,
+    accumulator, fp32) is carried from tile to tile (Milakov and Gimelshein 2018; FlashAttention-2,
+    Dao 2023, section 3.1), and a tile that several rows share is read once for all of them. The
+    arithmetic of a row is the same whether its tiles are shared or not.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer.
+        steps: the plan, by tile position; see TileItems.
+        scale: multiplies the scores.
+
+    Returns:
+        [tokens, heads * head_dim] in q's dtype.
+    """
+    num_tokens, num_heads, dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    per_group = num_heads // num_kv_heads
+    # One more row, which padding reads and writes.
+    wide = torch.zeros((num_tokens + 1, num_kv_heads, per_group, dim), dtype=torch.float32, device=q.device)
+    torch.mul(q.view(num_tokens, num_kv_heads, per_group, dim), scale, out=wide[:num_tokens])
+    top = torch.full(wide.shape[:3], LOWEST, dtype=torch.float32, device=q.device)
+    total = torch.zeros_like(top)
+    acc = torch.zeros_like(wide)
+    k_groups = k_cache.view(-1, 16, num_kv_heads, dim)
+    v_groups = v_cache.view(-1, 16, num_kv_heads, dim)
+    for step in steps:
+        for items in step:
+            _attend_tile(wide, k_groups, v_groups, items, top, total, acc)
+    out = acc[:num_tokens] / total[:num_tokens, ..., None]
+    return out.to(q.dtype).view(num_tokens, num_heads * dim)
+
+
+def _attend_tile(
+    q: Tensor, k_groups: Tensor, v_groups: Tensor, items: TileItems, top: Tensor, total: Tensor, acc: Tensor
+) -> None:
+    """Advance the state of the items' query tokens by one tile."""
+    num_items, num_rows = items.rows.shape
+    _, num_kv_heads, per_group, dim = q.shape
+    batch, lanes = num_items * num_kv_heads, num_rows * per_group
+    pad = -lanes % 4  # bmm gives the same bits for every row count that is a multiple of 4
+
+    def lanes_of(x: Tensor) -> Tensor:  # [tokens + 1, kv, G, ...] -> [items * kv, M * G, ...]
+        picked = x[items.rows].transpose(1, 2)
+        return picked.reshape(batch, lanes, *x.shape[3:])
+
+    def tile_of(groups: Tensor) -> Tensor:  # -> [items * kv, 64, dim] fp32
+        tile = groups[items.groups].flatten(1, 2).transpose(1, 2)
+        return tile.float().reshape(batch, -1, dim)
+
+    query = lanes_of(q)
+    if pad:
+        query = F.pad(query, (0, 0, 0, pad))
+    scores = torch.bmm(query, tile_of(k_groups).transpose(1, 2))[:, :lanes]
+    if items.mask is not None:
+        hidden = ~items.mask[:, None, :, None, :]
+        shaped = scores.view(num_items, num_kv_heads, num_rows, per_group, -1)
+        scores = shaped.masked_fill(hidden, float("-inf")).view(batch, lanes, -1)
+    old_top = lanes_of(top)
+    new_top = torch.maximum(old_top, scores.amax(-1))
+    weights = torch.exp((scores - new_top[..., None]).contiguous())
+    correction = torch.exp(old_top - new_top)
+    new_total = lanes_of(total) * correction + weights.sum(-1)
+    if pad:
+        weights = F.pad(weights, (0, 0, 0, pad))
+    values = torch.bmm(weights, tile_of(v_groups))[:, :lanes]
+    new_acc = lanes_of(acc) * correction[..., None] + values
+
+    def put(x: Tensor, new: Tensor) -> None:
+        x[items.rows] = new.view(num_items, num_kv_heads, num_rows, per_group, *x.shape[3:]).transpose(1, 2)
+
+    put(top, new_top)
+    put(total, new_total)
+    put(acc, new_acc)
+
+
+def head_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
+    """fp32 logits [rows, vocab] of hidden [rows, dim]; rows a multiple of ROW_MULTIPLE.
+
+    16-bit operands are multiplied in fp32 and the sums are left unrounded: for 16-bit weights this is
+    the fp32 head.
+    """
+    if lm_head.dtype == torch.float32:
+        return F.linear(hidden, lm_head)
+    wide = hidden.float()
+    out = torch.empty((hidden.shape[0], lm_head.shape[0]), dtype=torch.float32, device=hidden.device)
+    for begin in range(0, lm_head.shape[0], HEAD_TILE):
+        tile = lm_head[begin : begin + HEAD_TILE]
+        out[:, begin : begin + len(tile)] = F.linear(wide, tile.float())
+    return out
+
+
+class TargetLogprobs(NamedTuple):
+    """What `linear_logprobs` says of each row."""
+
+    logprob: Tensor  # [rows] fp32, nats
+    entropy: Tensor  # [rows] fp32, nats
+    argmax: Tensor  # [rows] int64
+
+
+def linear_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, max_logits: int = 1 << 24) -> TargetLogprobs:
+    """Log-probability of `targets` under softmax(hidden x lm_head), without a [rows, vocab] tensor.
+
+    Args:
+        hidden: [rows, dim]; lm_head: [vocab, dim]; targets: [rows] int64.
+        max_logits: logits held at a time (numbers, not bytes); rows are cut accordingly.
+    """
+    num_rows, vocab = hidden.shape[0], lm_head.shape[0]
+    logprob = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+    entropy = torch.empty_like(logprob)
+    argmax = torch.empty(num_rows, dtype=torch.int64, device=hidden.device)
+    step = max(ROW_MULTIPLE, max_logits // vocab // ROW_MULTIPLE * ROW_MULTIPLE)
+    for begin in range(0, num_rows, step):
+        rows = hidden[begin : begin + step]
+        count = rows.shape[0]
+        logits = head_logits(F.pad(rows, (0, 0, 0, pad_rows(count) - count)), lm_head)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        # 0 * -inf would be NaN. A lone row's sum may be split over threads, so the padded rows are summed too.
+        weighted = torch.exp(logprobs) * logprobs.clamp_min(torch.finfo(torch.float32).min)
+        entropy[begin : begin + count] = -weighted.sum(-1)[:count]
+        picked = targets[begin : begin + count, None]
+        logprob[begin : begin + count] = logprobs[:count].gather(1, picked)[:, 0]
+        argmax[begin : begin + count] = logits[:count].argmax(-1)
+    return TargetLogprobs(logprob, entropy, argmax)
