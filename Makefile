@@ -1,5 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. They need python3.11 (or later), g++, make and git.
 .DELETE_ON_ERROR:
+SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -33,10 +34,11 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## make .venv with everything the other targets need
 
+# The examples in the prompts end with a blank line, and so do the answers of the model.
 demo: $(READY)  ## run the quickstart prompts through the embedded model and show some completions
 	@mkdir -p $(dir $(DEMO))
 	$(BIN)/batchinfer run data/quickstart.parquet --model smollm2-135m --max-tokens 48 \
-	    --output $(DEMO) --overwrite
+	    --stop $$'\n\n' --output $(DEMO) --overwrite
 	@$(BIN)/python recipes/show_results.py $(DEMO)
 
 test: $(READY)  ## run all tests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import batchinfer
 
@@ -48,6 +51,19 @@ def test_every_folder_with_code_is_a_listed_package(pyproject: dict, repo_root: 
     packages = packages_of_the_tree(repo_root)
     assert set(pyproject["tool"]["setuptools"]["packages"]) == set(packages)
     assert all((folder / "__init__.py").exists() for folder in packages.values())
+
+
+def test_tested_releases_lie_in_the_stated_ranges(pyproject: dict, repo_root: Path) -> None:
+    lines = (repo_root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    project = pyproject["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        requirement = Requirement(text)
+        if requirement.name == "torch":  # pinned in the Makefile, as a CPU build
+            makefile = (repo_root / "Makefile").read_text(encoding="utf-8")
+            pinned["torch"] = re.findall(r"^TORCH \?= torch==([\w.]+)\+cpu$", makefile, re.MULTILINE)[0]
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, text
 
 
 def test_version_is_the_same_everywhere(repo_root: Path) -> None:
