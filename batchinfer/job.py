@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchinfer.config import EngineConfig
-from batchinfer.job_input import WINDOW_ROWS, InputRows, ModelResolver, open_input, prompts_of, resolve_job
+from batchinfer.job_input import InputRows, ModelResolver, open_input, prompts_of, resolve_job
 from batchinfer.metadata import model_digests, output_metadata
 from batchinfer.params import ResolvedParams, SamplingLayers
 from batchinfer.progress import ProgressReporter, QuietProgress, Snapshot
@@ -24,7 +25,16 @@ class EngineLike(Protocol):
     """What a job needs of an engine; see Engine.run for the contract."""
 
     @property
-    def config(self) -> EngineConfig: ...  # with "auto" and None resolved
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def dtype(self) -> Any: ...  # a torch.dtype
+
+    @property
+    def device(self) -> Any: ...  # a torch.device
+
+    @property
+    def max_model_len(self) -> int: ...
 
     @property
     def stats(self) -> EngineCounts: ...
@@ -42,7 +52,7 @@ def run_job(
     engine_factory: EngineFactory | None = None,
     resolve: ModelResolver | None = None,
     check_interrupt: Callable[[], None] = lambda: None,
-    window_rows: int = WINDOW_ROWS,
+    window_rows: int | None = None,
 ) -> JobSummary:
     """Run the job and write its output; returns what it did.
 
@@ -62,9 +72,8 @@ def run_job(
     check_output(settings.output, settings.overwrite)
     with tally.timed("read"):
         rows = open_input(settings, window_rows)
-    schema = output_schema(  # refuses a clash of names
-        rows.schema, prefix=settings.output_prefix, **logprob_columns(settings.sampling, rows.row_fields)
-    )
+    has = logprob_columns(settings.sampling, rows.row_fields)
+    schema = output_schema(rows.schema, prefix=settings.output_prefix, **asdict(has))  # refuses a clash of names
     with tally.timed("load"):
         model, params = resolve_job(settings, rows, resolve)
         progress.stage(f"loading {settings.model}")
@@ -76,7 +85,7 @@ def run_job(
             runner = _Runner(engine, output, tally, progress, check_interrupt, rows.source.num_rows)
             runner.run(settings, rows, model, params)
             with tally.timed("write"):
-                output.commit(output_metadata(settings, rows, model, digests, params, engine.config, tally))
+                output.commit(output_metadata(settings, rows, model, digests, params, engine_settings(engine), tally))
     except BaseException as error:
         error.add_note(f"nothing was written to {settings.output}")
         raise
@@ -129,14 +138,31 @@ class _Runner:
         self._progress.update(Snapshot.take(self._tally, stats, self._num_rows))
 
 
-def logprob_columns(layers: SamplingLayers, row_fields: frozenset[str]) -> dict[str, bool]:
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    logprobs: bool
+    top_logprobs: bool
+    prompt_logprobs: bool
+
+
+def logprob_columns(layers: SamplingLayers, row_fields: frozenset[str]) -> LogprobColumns:
     """Which log-probability columns the output has. Fixed up front, so any row may ask for its own."""
     given = {**layers.config, **layers.flags}
     by_row = "logprobs" in row_fields
+    return LogprobColumns(
+        logprobs=by_row or given.get("logprobs") is not None,
+        top_logprobs=by_row or (given.get("logprobs") or 0) > 0,
+        prompt_logprobs="prompt_logprobs" in row_fields or bool(given.get("prompt_logprobs")),
+    )
+
+
+def engine_settings(engine: EngineLike) -> dict[str, Any]:
+    """What the engine runs with: its configuration, "auto" and "as the model says" replaced by what they came to."""
     return {
-        "logprobs": by_row or given.get("logprobs") is not None,
-        "top_logprobs": by_row or (given.get("logprobs") or 0) > 0,
-        "prompt_logprobs": "prompt_logprobs" in row_fields or bool(given.get("prompt_logprobs")),
+        **asdict(engine.config),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": str(engine.device),
+        "max_model_len": engine.max_model_len,
     }
 
 

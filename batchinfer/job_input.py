@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from batchinfer.dataset.source import PromptSource
     from batchinfer.models.source import ModelSource
 
-#: Rows that are planned, run and written together.
-WINDOW_ROWS = 65_536
-
 ModelResolver = Callable[[str], "ModelSource"]
 
 
@@ -35,7 +32,7 @@ class InputRows:
 
     source: PromptSource
     columns: InputColumns
-    row_fields: frozenset[str]  # of the sampling_params column; empty without one
+    row_fields: frozenset[str]  # sampling parameters that rows may set themselves
     windows: Iterator[pa.Table] = field(repr=False)
 
     @property
@@ -43,10 +40,10 @@ class InputRows:
         return self.source.schema
 
 
-def open_input(settings: JobSettings, window_rows: int = WINDOW_ROWS) -> InputRows:
-    """Raises InputError naming the file or column at fault."""
-    from batchinfer.dataset.columns import find_columns
-    from batchinfer.dataset.source import open_source
+def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRows:
+    """Open PROMPTS, `window_rows` at a time (None: WINDOW_ROWS). Raises InputError naming the file or column."""
+    from batchinfer.dataset.columns import find_columns, row_param_names
+    from batchinfer.dataset.source import WINDOW_ROWS, open_source
 
     source = open_source(settings.prompts, limit=settings.limit)
     columns = find_columns(
@@ -58,25 +55,27 @@ def open_input(settings: JobSettings, window_rows: int = WINDOW_ROWS) -> InputRo
     )
     if settings.engine.policy == "priority" and columns.priority is None:
         raise InputError("--policy priority needs --priority-column, a column of numbers")
-    windows = iter(source.windows(window_rows))
+    windows = iter(source.windows(window_rows or WINDOW_ROWS))
     first = next(windows, None)  # read now: an empty input is known before the model loads
     if first is None or first.num_rows == 0:
         raise InputError(f"{settings.prompts} has no rows; nothing to do")
-    return InputRows(source, columns, _row_fields(source.schema, columns), chain([first], windows))
+    return InputRows(source, columns, row_param_names(source.schema, columns), chain([first], windows))
 
 
 def resolve_job(
     settings: JobSettings, rows: InputRows, resolve: ModelResolver | None = None
 ) -> tuple[ModelSource, ResolvedParams]:
     """The model's description and the sampling parameters. Raises InputError if they cannot be used."""
-    if resolve is None:
-        from batchinfer.models.source import resolve_model as resolve
-    model = resolve(settings.model)
+    from batchinfer.dataset.prompts import check_can_build
+    from batchinfer.models.source import resolve_model
+
+    model = (resolve or resolve_model)(settings.model)
     limit = settings.engine.max_model_len
     if limit is not None and limit > model.spec.max_position:
         raise InputError(
             f"--max-model-len {limit} is above the {model.spec.max_position} tokens that {settings.model} was made for"
         )
+    check_can_build(rows.columns, model.tokenizer, settings.system)
     return model, resolve_params(settings.sampling, model.generation_defaults, rows.row_fields)
 
 
@@ -93,7 +92,13 @@ def prompts_of(
             if table is None:
                 return
             prompts = build_prompts(
-                table, first_row_index, rows.columns, model.tokenizer, params, system=settings.system
+                table,
+                first_row_index,
+                rows.columns,
+                model.tokenizer,
+                params,
+                system=settings.system,
+                vocab_size=model.spec.vocab_size,
             )
         except InputError:
             raise
@@ -101,9 +106,3 @@ def prompts_of(
             raise JobError(f"{settings.prompts}, rows from {first_row_index} on: {error}") from error
         yield first_row_index, table, prompts
         first_row_index += table.num_rows
-
-
-def _row_fields(schema: pa.Schema, columns: InputColumns) -> frozenset[str]:
-    if columns.params is None:
-        return frozenset()
-    return frozenset(part.name for part in schema.field(columns.params).type)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.config import EngineConfig
 from batchinfer.params import ResolvedParams
 from batchinfer.settings import JobSettings
 from batchinfer.version import __version__
@@ -46,7 +45,7 @@ def output_metadata(
     model: ModelSource,
     digests: dict[str, str | None],
     params: ResolvedParams,
-    engine_config: EngineConfig,
+    engine_settings: dict[str, Any],
     tally: Tally,
 ) -> dict[str, str]:
     """Parquet key-value metadata: one key, strict JSON."""
@@ -57,7 +56,7 @@ def output_metadata(
         "digests": digests,
         "params": params.to_dict(),
         "logprobs": _logprobs_meaning(params),
-        "engine": asdict(engine_config),
+        "engine": engine_settings,
         "input": {
             "prompts": settings.prompts,
             "num_rows": tally.num_rows,

@@ -208,10 +208,11 @@ def _engine_config(merged: Mapping[str, Any], origin: _Origins) -> EngineConfig:
             continue
         try:
             value = parse_size(merged[name]) if setting.kind == "size" else merged[name]
-            values[_ENGINE_FIELDS.get(name, name)] = value
-            EngineConfig(**{_ENGINE_FIELDS.get(name, name): value})
+            this: dict[str, Any] = {_ENGINE_FIELDS.get(name, name): value}
+            EngineConfig(**this)  # alone, so that the message is about this value
         except ValueError as error:
             raise InputError(f"{origin(name)}: {error}") from error
+        values.update(this)
     return EngineConfig(**values)
 
 

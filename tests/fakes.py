@@ -116,13 +116,13 @@ class FakeEngine:
         self.config = config or EngineConfig()
         self.max_model_len = self.config.max_model_len or self.source.spec.max_position
         self.stats = FakeEngineStats()
+        self.dtype = "float32"
+        self.device = "cpu"
         self.num_runs_closed = 0
         self.prompts: list[Prompt] = []  # of the last run
         self._on_row = on_row
 
-    def run(
-        self, prompts: Sequence[Prompt], on_step: Callable[[Any], None] | None = None
-    ) -> Iterator[Completion]:
+    def run(self, prompts: Sequence[Prompt], on_step: Callable[[Any], None] | None = None) -> Iterator[Completion]:
         self.prompts = list(prompts)
         self.stats = stats = FakeEngineStats(
             num_rows=len(prompts), num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts)
@@ -160,5 +160,7 @@ class FakeEngine:
                 num_prompt_tokens=len(prompt.token_ids),
                 logprobs=None if prompt.params.logprobs is None else [-0.5] * len(ids),
                 top_logprobs=[[(i, -0.5)] for i in ids] if prompt.params.logprobs else None,
-                prompt_logprobs=[None, *[-1.0] * (len(prompt.token_ids) - 1)] if prompt.params.prompt_logprobs else None,
+                prompt_logprobs=[None, *[-1.0] * (len(prompt.token_ids) - 1)]
+                if prompt.params.prompt_logprobs
+                else None,
             )

@@ -1,0 +1,112 @@
+"""What only a process of its own shows: signals, pipes, exit codes, start-up time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+# The command with an engine that echoes one row every `pause_s` seconds.
+_DRIVER = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import batchinfer.job, batchinfer.models.source
+from batchinfer.cli.main import app
+from fakes import FakeEngine, FakeModelSource
+
+batchinfer.models.source.resolve_model = FakeModelSource
+batchinfer.job._load_engine = lambda model, config: FakeEngine(model, config, lambda row: time.sleep({pause_s}))
+app()
+"""
+
+
+_LIST_MODULES = """
+import sys
+from batchinfer.cli.main import app
+try:
+    app()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+def start(folder: Path, *args: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
+    tests = str(Path(__file__).resolve().parent.parent)
+    driver = _DRIVER.format(tests=tests, pause_s=pause_s)
+    return subprocess.Popen(
+        [sys.executable, "-c", driver, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        start_new_session=True,  # a signal to it is to it alone
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    pq.write_table(pa.table({"prompt": [f"row {i}" for i in range(100)]}), tmp_path / "p.parquet")
+    return tmp_path
+
+
+RUN = ("run", "p.parquet", "--model", "m", "--output", "out.parquet")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_run_and_leaves_no_file(folder: Path, signum: int, code: int) -> None:
+    process = start(folder, *RUN, pause_s=0.1)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "batchinfer: loading m\n"
+    assert process.stderr.readline() == "batchinfer: running p.parquet\n"
+    time.sleep(0.3)
+    process.send_signal(signum)
+    sent_s = time.monotonic()
+    stdout, stderr = process.communicate(timeout=20)
+    assert time.monotonic() - sent_s < 5
+    assert process.returncode == code
+    assert stderr.endswith(f"error: interrupted by {signal.Signals(signum).name}; nothing was written to out.parquet\n")
+    assert "Traceback" not in stderr
+    assert stdout == ""
+    assert [path.name for path in folder.iterdir()] == ["p.parquet"]
+
+
+def test_stdout_of_json_parses_whole(folder: Path) -> None:
+    process = start(folder, *RUN, "--json")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(stdout)["num_rows_ok"] == 100
+    assert "\r" not in stderr
+
+
+def test_a_closed_stdout_does_not_fail_the_job(folder: Path) -> None:
+    process = start(folder, *RUN)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    stderr = process.stderr.read()
+    assert process.wait(timeout=60) == 0
+    assert "Traceback" not in stderr
+    assert "BrokenPipe" not in stderr
+    assert pq.read_metadata(folder / "out.parquet").num_rows == 100
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [(["run", "--help"], 0), (["--version"], 0), (["run", "none", "--model", "m"], 2), (["rum"], 2)]
+)
+def test_the_real_command_answers_without_loading_torch(folder: Path, args: list[str], code: int) -> None:
+    """Start-up stays short because nothing heavy is imported; counting modules does not depend on the machine."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST_MODULES, *args], capture_output=True, text=True, cwd=folder, env=dict(os.environ)
+    )
+    assert done.returncode == code, done.stderr
+    modules = set(done.stderr.split())
+    assert "batchinfer.settings" in modules
+    assert modules.isdisjoint({"torch", "transformers", "datasets", "pandas"})
