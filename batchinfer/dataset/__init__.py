@@ -1,1 +1,1 @@
-"""Prompts from files, folders and datasets: reading, columns, tokenization in batches."""
+"""Prompts in: Parquet, JSON Lines, OpenAI Batch and Hugging Face datasets, as windows of Arrow tables."""

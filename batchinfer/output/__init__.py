@@ -1,1 +1,1 @@
-"""Completions to Parquet: schema and writer."""
+"""Completions out: one Parquet file, the input's columns untouched beside the new ones."""

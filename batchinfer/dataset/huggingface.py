@@ -1,0 +1,124 @@
+"""Hugging Face datasets: from the hub, saved to disk, or in memory. Exact Arrow types, features kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.dataset.windows import StreamSource, check_limit, limited
+from batchinfer.errors import InputError
+
+_STEP_ROWS = 1024
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` of a Dataset or a DatasetDict made this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def open_hf(spec: str, limit: int | None = None) -> StreamSource:
+    """`hf:NAME[:CONFIG]@SPLIT` or `hf:FOLDER[@SPLIT]`. Raises InputError if it cannot be loaded."""
+    name, split = split_off(spec.removeprefix("hf:"))
+    if not name:
+        raise InputError(f"{spec}: write hf:NAME[:CONFIG]@SPLIT or hf:FOLDER[@SPLIT]")
+    folder = Path(name).expanduser()
+    if is_saved_dataset(folder):
+        return open_saved(folder, split, limit)
+    if name.startswith(("/", "./", "../", "~")) and not folder.is_dir():
+        raise InputError(f"{spec}: folder {name} does not exist")
+    if split is None:
+        raise InputError(f"{spec}: say which split, for example {spec}@train")
+    name, _, config = (str(folder), "", "") if folder.is_dir() else name.partition(":")
+    return from_hf_dataset(_load(spec, name, config or None, split), limit, spec)
+
+
+def split_off(name: str) -> tuple[str, str | None]:
+    """FOLDER@SPLIT or NAME@SPLIT -> its two parts; a folder that has "@" in its name is itself."""
+    base, at, split = name.rpartition("@")
+    if not at or Path(name).expanduser().exists():
+        return name, None
+    return base, split or None
+
+
+def _load(spec: str, name: str, config: str | None, split: str) -> Any:
+    import datasets
+
+    try:
+        with _no_bars_in_logs():
+            return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # hub, network, cache and parsing errors of many packages
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        hint = "" if Path(name).exists() else "; check the name, and that the hub can be reached or has been before"
+        raise InputError(f"cannot load {spec}: {reason}{hint}") from error
+
+
+def open_saved(folder: Path, split: str | None = None, limit: int | None = None) -> StreamSource:
+    """A folder made by `save_to_disk`. Raises InputError naming the splits where one must be chosen."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise InputError(f"cannot load the dataset saved in {folder}: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise InputError(
+                f"{folder} has the splits {', '.join(loaded)}: choose one, such as {folder}@{next(iter(loaded))}"
+            )
+        return from_hf_dataset(loaded[split], limit, f"{folder}@{split}")
+    if split is not None and split != str(loaded.split):
+        raise InputError(f"{folder} is one dataset without splits: leave out @{split}")
+    return from_hf_dataset(loaded, limit, str(folder))
+
+
+def from_hf_dataset(dataset: Any, limit: int | None = None, name: str = "the dataset") -> StreamSource:
+    """A Dataset (its selections and shuffles respected) or an IterableDataset with known features.
+
+    Raises InputError for a dictionary of splits and where features are unknown.
+    """
+    import datasets
+
+    check_limit(limit)
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        raise InputError(f"{name} is a dictionary of the splits {', '.join(dataset)}: pass one of them")
+    if isinstance(dataset, datasets.IterableDataset):
+        return _from_iterable(dataset, limit, name)
+    arrow = dataset.with_format("arrow")
+    num_rows = limited(len(dataset), limit)
+    schema = arrow[0:1].schema if num_rows else dataset.features.arrow_schema
+
+    def tables() -> Iterator[pa.Table]:
+        for start in range(0, num_rows, _STEP_ROWS):
+            yield arrow[start : min(start + _STEP_ROWS, num_rows)]
+
+    return StreamSource(name, schema, num_rows, tables)
+
+
+def _from_iterable(dataset: Any, limit: int | None, name: str) -> StreamSource:
+    if dataset.features is None:
+        raise InputError(f"{name} streams without known features: give it some with dataset.cast(features)")
+
+    def tables() -> Iterator[pa.Table]:
+        yield from dataset.with_format("arrow").iter(batch_size=_STEP_ROWS)
+
+    return StreamSource(name, dataset.features.arrow_schema, None, tables, limit)
+
+
+@contextmanager
+def _no_bars_in_logs() -> Iterator[None]:
+    """Progress bars only on a terminal, and as they were afterwards."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hide = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hide:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hide:
+            enable_progress_bars()

@@ -1,0 +1,139 @@
+"""Parquet files, folders and globs, a few rows of one row group at a time."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.dataset.windows import StreamSource, check_column_names, limited
+from batchinfer.errors import InputError
+
+MAGIC = b"PAR1"
+# Rows decoded at once. A nested column whose strings pass 2 GiB in one batch cannot be decoded
+# ("Nested data conversions not implemented for chunked array outputs"), and sizes in the footer do
+# not tell: repeated values are stored once. So batches are small, and smaller on that error.
+_BATCH_ROWS = (1024, 16, 1)
+
+
+def find_parquet_files(spec: str) -> list[Path]:
+    """The files of a path, a folder (all *.parquet below it) or a glob, sorted by path.
+
+    Files and folders whose name starts with "." or "_" are other programs' temporary or side files
+    and are left out. Raises InputError if none is left.
+    """
+    path = Path(spec)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        files = _files_below(path)
+        if not files:
+            raise InputError(f"folder {spec} holds no *.parquet file{_what_else(path)}")
+        return files
+    if not glob.has_magic(spec):
+        raise InputError(f"{spec} does not exist")
+    matches = [Path(match) for match in sorted(glob.glob(spec, recursive=True))]
+    files = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
+    files = [file for file in dict.fromkeys(files) if not file.name.startswith((".", "_"))]
+    if not files:
+        raise InputError(f"no file matches {spec}")
+    return files
+
+
+def _files_below(folder: Path) -> list[Path]:
+    def is_visible(file: Path) -> bool:
+        return not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+    return sorted(file for file in folder.rglob("*.parquet") if file.is_file() and is_visible(file))
+
+
+def _what_else(folder: Path) -> str:
+    others = sorted(file.name for file in folder.iterdir() if file.suffix in (".jsonl", ".ndjson", ".json"))
+    return f"; it holds {others[0]}: name that file" if others else ""
+
+
+def open_parquet(paths: Sequence[Path], limit: int | None = None) -> StreamSource:
+    """Files of one schema, one after the other. Reads the footers only.
+
+    Raises InputError naming the file, and the field where schemas differ.
+    """
+    schema, num_rows = _read_footer(paths[0])
+    check_column_names(schema, str(paths[0]))
+    for path in paths[1:]:
+        other, num_more = _read_footer(path)
+        check_column_names(other, str(path))
+        _check_same_fields(schema, paths[0], other, path)
+        num_rows += num_more
+    name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    return StreamSource(name, schema, limited(num_rows, limit), lambda: _read_files(paths))
+
+
+def _read_footer(path: Path) -> tuple[pa.Schema, int]:
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if size_bytes == 0:
+        raise InputError(f"{path} is empty (0 bytes), not a Parquet file")
+    if magic != MAGIC:
+        raise InputError(f"{path} is not a Parquet file (JSON Lines files are known by the ending .jsonl)")
+    try:
+        with pq.ParquetFile(path) as parquet:
+            return parquet.schema_arrow, parquet.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} is cut short or damaged: {_first_line(error)}") from error
+
+
+def _check_same_fields(schema: pa.Schema, first: Path, other: pa.Schema, path: Path) -> None:
+    for field in schema:
+        if field.name not in other.names:
+            raise InputError(f"{path} lacks column {field.name!r}, which {first} has ({field.type})")
+        found = other.field(field.name)
+        if found.type != field.type:
+            raise InputError(
+                f"column {field.name!r} has type {found.type} in {path} and {field.type} in {first}: "
+                "all files need the same columns and types"
+            )
+        if found.nullable and not field.nullable:
+            raise InputError(f"column {field.name!r} may be null in {path} and may not in {first}")
+    extra = [name for name in other.names if name not in schema.names]
+    if extra:
+        raise InputError(f"{path} has column {extra[0]!r} ({other.field(extra[0]).type}), which {first} lacks")
+
+
+def _read_files(paths: Sequence[Path]) -> Iterator[pa.Table]:
+    for path in paths:
+        group = 0
+        try:
+            # Without pre_buffer pages are read as they are needed, not the whole row group at once.
+            with pq.ParquetFile(path, pre_buffer=False) as parquet:
+                for group in range(parquet.num_row_groups):
+                    yield from _read_row_group(parquet, group)
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"cannot read {path}, row group {group}: {_first_line(error)}") from error
+
+
+def _read_row_group(parquet: pq.ParquetFile, group: int) -> Iterator[pa.Table]:
+    num_done = 0
+    for batch_rows in _BATCH_ROWS:
+        num_skip = num_done
+        try:
+            for batch in parquet.iter_batches(batch_rows, row_groups=[group]):
+                part = batch.slice(num_skip) if num_skip < batch.num_rows else batch.slice(0, 0)
+                num_skip -= batch.num_rows - part.num_rows
+                num_done += part.num_rows
+                if part.num_rows:
+                    yield pa.Table.from_batches([part])
+            return
+        except pa.ArrowNotImplementedError:
+            if batch_rows == _BATCH_ROWS[-1]:
+                raise
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

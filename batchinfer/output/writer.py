@@ -1,0 +1,229 @@
+"""One Parquet file of completions that is either whole or not there."""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import InputError
+from batchinfer.output.arrays import build_column, num_bytes
+from batchinfer.output.schema import METADATA_KEY
+from batchinfer.types import Completion
+
+_Rows = npt.NDArray[np.int64]
+
+# A row group is at most this large, so that readers can decode it whole: strings inside lists that
+# pass 2 GiB in one row group cannot be read by common readers. Small rows make no tiny groups.
+_GROUP_BYTES = 128 * 2**20
+_GROUP_ROWS = 65_536
+_MIN_GROUP_ROWS = 256
+_MAX_TAKE_BYTES = 2**30  # Arrow's 32-bit offsets end at 2 GiB
+
+
+class OutputError(OSError):
+    """The output cannot be written: disk full, folder gone, ... The message names the path."""
+
+
+def check_output(path: Path | str, overwrite: bool = False) -> None:
+    """Refuse an output that could not be written at the end. Raises InputError."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"output {path} is a folder: name a file in it, such as {path / 'out.parquet'}")
+    if path.exists() and not overwrite:
+        raise InputError(f"output {path} exists: choose another name or give --overwrite")
+    folder = _target(path).parent
+    if not folder.exists():
+        raise InputError(f"folder {folder} of output {path} does not exist: make it first")
+    if not folder.is_dir():
+        raise InputError(f"output {path}: {folder} is not a folder")
+    probe = _temporary_beside(path)
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write to folder {folder} of output {path}: {error.strerror}") from error
+
+
+class ParquetOutput:
+    """Writes windows of rows to a temporary file beside `path`, which `commit` renames to `path`.
+
+    Without commit `path` is untouched: leaving the context, `abort` and errors remove the temporary
+    file, and a killed process leaves it behind under a hidden name.
+
+    Args:
+        path: where the file goes; a symbolic link is followed.
+        schema: from output_schema(): the columns of the windows' tables, then the results.
+        overwrite: replace a file that is there, at commit.
+    Raises:
+        InputError: the output exists or cannot be written, as check_output.
+        OutputError: of the methods: a write failed; the temporary file is gone then.
+    """
+
+    def __init__(self, path: Path | str, schema: pa.Schema, overwrite: bool = False) -> None:
+        check_output(path, overwrite)
+        self._path = Path(path)
+        self._schema = schema
+        self._overwrite = overwrite
+        self._temporary = _temporary_beside(self._path)
+        self._num_rows = 0
+        self._writer: pq.ParquetWriter | None = None
+        with self._cleaned_up_on_error():
+            self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd")
+
+    def write_window(self, table: pa.Table, first_row_index: int, completions: Iterable[Completion]) -> None:
+        """Append the rows of `table`, one output row per sample.
+
+        `table` holds input rows from `first_row_index` on; windows come in input order. Completions
+        may come in any order; every row has its samples 0, 1, ..., n - 1.
+        """
+        assert self._writer is not None, "the output is closed"
+        assert first_row_index == self._num_rows, f"rows from {self._num_rows} are next, got {first_row_index}"
+        assert table.schema.equals(pa.schema(list(self._schema)[: table.num_columns])), "not the input's columns"
+        ordered = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
+        rows = np.array([c.row_index for c in ordered], dtype=np.int64) - first_row_index
+        _check_complete(rows, [c.sample_index for c in ordered], table.num_rows)
+        self._num_rows += table.num_rows
+        with self._cleaned_up_on_error():
+            for start, stop in _groups(table, rows, ordered):
+                columns = _take(table, rows[start:stop])
+                columns += self._result_columns(table.num_columns, ordered[start:stop])
+                group = pa.Table.from_arrays(columns, schema=self._schema)
+                self._writer.write_table(group, row_group_size=_GROUP_ROWS)
+
+    def _result_columns(self, num_input_columns: int, completions: Sequence[Completion]) -> list[pa.Array]:
+        fields = list(self._schema)[num_input_columns:]
+        return [build_column(field.metadata[METADATA_KEY].decode(), field.type, completions) for field in fields]
+
+    def commit(self, finish_metadata: Mapping[str, str] | None = None) -> None:
+        """Make the file durable and give it its name; `finish_metadata` goes over the schema's metadata."""
+        assert self._writer is not None, "the output is closed"
+        with self._cleaned_up_on_error():
+            if finish_metadata:
+                self._writer.add_key_value_metadata(self._merged_metadata(finish_metadata))
+            self._writer.close()
+            _sync(self._temporary)
+        if not self._overwrite and self._path.exists():
+            self._writer = None  # the work is done and must not be lost
+            raise InputError(f"output {self._path} appeared meanwhile and is left alone; this run is {self._temporary}")
+        with self._cleaned_up_on_error():
+            os.replace(self._temporary, _target(self._path))
+        self._writer = None
+        with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe
+            _sync(_target(self._path).parent)
+
+    def _merged_metadata(self, finish_metadata: Mapping[str, str]) -> dict[bytes, bytes]:
+        """With the Arrow schema that Parquet files carry along: pyarrow shows that one's metadata, not the file's."""
+        new = {key.encode(): value.encode() for key, value in finish_metadata.items()}
+        schema = self._schema.with_metadata({**(self._schema.metadata or {}), **new})
+        return {**new, b"ARROW:schema": base64.b64encode(schema.serialize())}
+
+    def abort(self) -> None:
+        """Remove what was written. Does nothing after commit or a second time."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError, pa.ArrowException):  # it writes its footer to the end
+                writer.close()
+            self._temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _cleaned_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            self._temporary.unlink(missing_ok=True)  # also where the writer could not be made
+            if isinstance(error, OSError):
+                raise OutputError(error.errno, f"cannot write {self._path}: {error.strerror or error}") from error
+            raise
+
+    def __enter__(self) -> ParquetOutput:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+def _target(path: Path) -> Path:
+    """Where the bytes go: a link's target, so that the link stays."""
+    return path.resolve()
+
+
+def _temporary_beside(path: Path) -> Path:
+    return _target(path).parent / f".batchinfer-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_complete(rows: _Rows, sample_indices: Sequence[int], num_rows: int) -> None:
+    """Every row has the samples 0, 1, ..., n - 1 and n >= 1."""
+    assert set(rows.tolist()) == set(range(num_rows)), "a row has no completion, or a completion no row"
+    previous = -1
+    expected = 0
+    for row, sample_index in zip(rows.tolist(), sample_indices, strict=True):
+        expected = expected + 1 if row == previous else 0
+        assert sample_index == expected, f"row {row} of the window lacks sample {expected} or has it twice"
+        previous = row
+
+
+def _groups(table: pa.Table, rows: _Rows, completions: Sequence[Completion]) -> Iterator[tuple[int, int]]:
+    """Ranges of completions that become one row group each."""
+    result_bytes = np.concatenate([[0], np.cumsum(num_bytes(completions))])
+
+    def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        count = stop - start
+        part = table.slice(rows[start], rows[stop - 1] - rows[start] + 1)
+        num_copies = int(np.bincount(rows[start:stop] - rows[start]).max())
+        input_bytes = num_copies * sum(_num_slice_bytes(column) for column in part.columns)
+        total_bytes = input_bytes + int(result_bytes[stop] - result_bytes[start])
+        is_large = total_bytes > _GROUP_BYTES and count > _MIN_GROUP_ROWS
+        if count > 1 and (is_large or count > _GROUP_ROWS or total_bytes > _MAX_TAKE_BYTES):
+            middle = start + count // 2
+            yield from split(start, middle)
+            yield from split(middle, stop)
+        else:
+            yield start, stop
+
+    if len(completions):
+        yield from split(0, len(completions))
+
+
+def _num_slice_bytes(column: pa.ChunkedArray) -> int:
+    """Without dictionaries, which slices share."""
+    if pa.types.is_dictionary(column.type):
+        return sum(chunk.indices.nbytes for chunk in column.chunks)
+    return int(column.nbytes)
+
+
+def _take(table: pa.Table, rows: _Rows) -> list[pa.ChunkedArray]:
+    """The given rows, ascending and without gaps, as often as they are listed. Types are kept."""
+    part = table.slice(rows[0], rows[-1] - rows[0] + 1)
+    if part.num_rows == len(rows):
+        return list(part.columns)
+    indices = rows - rows[0]
+    return [_take_column(column, indices) for column in part.columns]
+
+
+def _take_column(column: pa.ChunkedArray, indices: _Rows) -> pa.ChunkedArray:
+    try:
+        return column.take(pa.array(indices))
+    except pa.ArrowNotImplementedError:  # Arrow has no take for the view types
+        slices = [chunk for index in indices.tolist() for chunk in column.slice(index, 1).chunks]
+        return pa.chunked_array(slices, type=column.type).combine_chunks()

@@ -1,0 +1,300 @@
+"""Parquet in: exact windows and types, and one clear error for everything that cannot be read."""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.dataset import parquet as parquet_module
+from batchinfer.dataset.source import from_dataset, open_source
+from batchinfer.errors import InputError
+
+
+def write(path: Path, num_rows: int, start: int = 0, group: int = 100) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = list(range(start, start + num_rows))
+    schema = pa.schema([("id", pa.int64()), ("prompt", pa.string())])
+    table = pa.table({"id": numbers, "prompt": [f"p{i}" for i in numbers]}, schema=schema)
+    pq.write_table(table, path, row_group_size=group)
+    return path
+
+
+def ids(source) -> list[int]:
+    return [i for window in source.windows(7) for i in window.column("id").to_pylist()]
+
+
+@pytest.mark.parametrize("num_rows", [1, 49, 50, 51, 60, 99, 100, 101, 250])
+@pytest.mark.parametrize("window", [1, 17, 50, 100, 1000])
+def test_windows_are_exact_and_lose_no_row(tmp_path: Path, num_rows: int, window: int) -> None:
+    source = open_source(str(write(tmp_path / "a.parquet", num_rows, group=33)))
+    tables = list(source.windows(window))
+    assert source.num_rows == num_rows
+    assert all(t.num_rows == window for t in tables[:-1])
+    assert 0 < tables[-1].num_rows <= window
+    assert [i for t in tables for i in t.column("id").to_pylist()] == list(range(num_rows))
+    assert all(t.schema.equals(source.schema, check_metadata=True) for t in tables)
+
+
+def test_every_pass_starts_at_the_first_row(tmp_path: Path) -> None:
+    source = open_source(str(write(tmp_path / "a.parquet", 40)))
+    next(source.windows(3))
+    assert ids(source) == list(range(40))
+    assert ids(source) == list(range(40))
+
+
+@pytest.mark.parametrize("limit", [1, 10, 25, 26, 1000])
+def test_limit_keeps_the_first_rows(tmp_path: Path, limit: int) -> None:
+    for part, start in enumerate((0, 10, 20)):
+        write(tmp_path / f"part-{part}.parquet", 10, start)
+    source = open_source(str(tmp_path), limit=limit)
+    assert source.num_rows == min(limit, 30)
+    assert ids(source) == list(range(min(limit, 30)))
+
+
+def test_limit_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="limit must be at least 1"):
+        open_source(str(write(tmp_path / "a.parquet", 3)), limit=0)
+
+
+def test_a_folder_is_read_recursively_in_order_without_hidden_and_temporary_files(tmp_path: Path) -> None:
+    write(tmp_path / "b" / "part-1.parquet", 5, 5)
+    write(tmp_path / "a.parquet", 5, 0)
+    write(tmp_path / "b" / "part-2.parquet", 5, 10)
+    write(tmp_path / ".hidden.parquet", 5, 900)
+    write(tmp_path / "_temporary" / "0.parquet", 5, 900)
+    write(tmp_path / ".cache" / "0.parquet", 5, 900)
+    (tmp_path / "_SUCCESS").touch()
+    (tmp_path / "readme.txt").write_text("x")
+    assert ids(open_source(str(tmp_path))) == list(range(15))
+
+
+def test_a_glob_is_read_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "x" / "2.parquet", 5, 5)
+    write(tmp_path / "x" / "1.parquet", 5, 0)
+    write(tmp_path / "y" / "1.parquet", 5, 10)
+    write(tmp_path / "z.parquet", 5, 900)
+    assert ids(open_source(f"{tmp_path}/*/?.parquet")) == list(range(15))
+    assert ids(open_source(f"{tmp_path}/[x]")) == list(range(10))
+    with pytest.raises(InputError, match="no file matches .*nothing"):
+        open_source(f"{tmp_path}/nothing*.parquet")
+
+
+def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
+    assert ids(open_source(str(write(tmp_path / "a[1].parquet", 5)))) == list(range(5))
+
+
+def test_parquet_without_the_usual_ending(tmp_path: Path) -> None:
+    assert ids(open_source(str(write(tmp_path / "data", 5)))) == list(range(5))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nope\.parquet does not exist"):
+        open_source(str(tmp_path / "nope.parquet"))
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(InputError, match=r"a\.parquet is empty \(0 bytes\)"):
+        open_source(str(tmp_path / "a.parquet"))
+
+
+def test_not_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("id,prompt\n1,hello\n")
+    with pytest.raises(InputError, match=r"a\.parquet is not a Parquet file"):
+        open_source(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("keep", [4, 5, 50, -1, -4, -9])
+def test_cut_file(tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path / "a.parquet", 50)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InputError, match=r"a\.parquet is cut short or damaged"):
+        open_source(str(path))
+
+
+def test_one_bad_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 5)
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(InputError, match=r"b\.parquet is empty"):
+        open_source(str(tmp_path))
+
+
+def test_damaged_pages_are_an_error_of_that_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", 1000, group=1000)
+    data = bytearray(path.read_bytes())
+    data[20:400] = b"\xff" * 380
+    path.write_bytes(data)
+    source = open_source(str(path))
+    with pytest.raises(InputError, match=r"cannot read .*a\.parquet, row group 0"):
+        list(source.windows())
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", 5)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # Tests may run as root, who may read everything.
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(InputError, match=r"cannot read .*a\.parquet: Permission denied"):
+        open_source(str(path))
+    assert builtins.open is open
+
+
+def test_folder_without_parquet(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no \*\.parquet file$"):
+        open_source(str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(InputError, match=r"it holds rows\.jsonl: name that file"):
+        open_source(str(tmp_path))
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.parquet has no rows"):
+        open_source(str(write(tmp_path / "a.parquet", 0)))
+    write(tmp_path / "b.parquet", 3)
+    assert ids(open_source(str(tmp_path))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"id": [1]}, r"b\.parquet lacks column 'prompt', which .*a\.parquet has \(string\)"),
+        ({"id": ["1"], "prompt": ["x"]}, r"column 'id' has type string in .*b\.parquet and int64 in .*a\.parquet"),
+        ({"id": [1], "prompt": ["x"], "more": [1.5]}, r"b\.parquet has column 'more' \(double\), which .*a\.parquet"),
+        ({"id": [1], "prompt": pa.nulls(1)}, r"column 'prompt' has type null in .*b\.parquet and string in"),
+    ],
+)
+def test_files_of_different_schemas(tmp_path: Path, other: dict, message: str) -> None:
+    write(tmp_path / "a.parquet", 3)
+    pq.write_table(pa.table(other), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=message):
+        open_source(str(tmp_path))
+
+
+def test_files_may_order_their_columns_differently(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 3)
+    pq.write_table(pa.table({"prompt": ["x"], "id": [3]}), tmp_path / "b.parquet")
+    source = open_source(str(tmp_path))
+    assert ids(source) == [0, 1, 2, 3]
+    assert all(window.schema.names == ["id", "prompt"] for window in source.windows(2))
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="more than one column named 'x'"):
+        open_source(str(tmp_path / "a.parquet"))
+    with pytest.raises(InputError, match="more than one column named 'x'"):
+        from_dataset(table)
+
+
+def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", 30)
+    source = open_source(str(path))
+    write(path, 20)
+    with pytest.raises(InputError, match="had 30 rows when it was opened and has 20 now"):
+        list(source.windows(7))
+
+
+def all_types() -> pa.Table:
+    """Columns of everything Parquet holds that a careless reader would change. Three rows, nulls in all."""
+    struct = pa.struct([("role", pa.string()), ("content", pa.string())])
+    columns = {
+        "large_string": pa.array(["a", None, "ü"], pa.large_string()),
+        "string_view": pa.array(["a", None, "a string longer than twelve"], pa.string_view()),
+        "binary": pa.array([b"\x00\xff", None, b""], pa.binary()),
+        "dictionary": pa.array(["a", None, "a"]).dictionary_encode(),
+        "decimal": pa.array([decimal.Decimal("1.10"), None, decimal.Decimal("-2.00")], pa.decimal128(38, 2)),
+        "timestamp": pa.array([1, None, 2**60], pa.timestamp("ns", "Europe/Berlin")),
+        "duration": pa.array([1, None, 2], pa.duration("us")),
+        "date": pa.array([datetime.date(2020, 2, 29), None, None], pa.date32()),
+        "int64": pa.array([2**53 + 1, None, -(2**63)], pa.int64()),
+        "uint64": pa.array([2**64 - 1, None, 2**53 + 1], pa.uint64()),
+        "int8": pa.array([1, None, -1], pa.int8()),
+        "float": pa.array([0.1, None, float("-inf")], pa.float32()),
+        "bool": pa.array([True, None, False]),
+        "null": pa.nulls(3),
+        "messages": pa.array([[{"role": "user", "content": None}], None, []], pa.list_(struct)),
+        "large_list": pa.array([[1], None, []], pa.large_list(pa.int64())),
+        "list_of_lists": pa.array([[[1, None], [], None], None, []], pa.list_(pa.list_(pa.int64()))),
+        "fixed_size_list": pa.array([[1, 2], None, [3, None]], pa.list_(pa.int64(), 2)),
+        "struct": pa.array([{"a": None, "b": [1]}, None, {"a": "x", "b": []}]),
+        "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int32())),
+        "uuid": pa.array([b"0" * 16, None, b"1" * 16], pa.uuid()),
+    }
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_every_type_comes_through(tmp_path: Path, window: int) -> None:
+    table = pa.concat_tables([all_types()] * 3)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert source.schema.equals(table.schema)
+    assert pa.concat_tables(source.windows(window)).to_pylist() == table.to_pylist()
+
+
+def test_schema_metadata_is_kept(tmp_path: Path) -> None:
+    table = pa.table({"id": [1]}).replace_schema_metadata({"huggingface": "{}", "own": "x"})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert source.schema.metadata == {b"huggingface": b"{}", b"own": b"x"}
+    assert next(source.windows()).schema.metadata == source.schema.metadata
+
+
+def test_one_large_nested_row_group(tmp_path: Path) -> None:
+    messages = [
+        [{"role": "user", "content": f"{i} " * 1200}, {"role": "assistant", "content": "y" * 1000}] for i in range(4000)
+    ]
+    table = pa.table({"messages": messages})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4000)
+    group = pq.ParquetFile(tmp_path / "a.parquet").metadata
+    assert group.num_row_groups == 1
+    assert group.row_group(0).total_byte_size > 16 * 2**20
+    tables = list(open_source(str(tmp_path / "a.parquet")).windows(1500))
+    assert pa.concat_tables(tables).equals(table)
+
+
+def test_nested_batches_that_are_too_large_to_decode_are_read_in_smaller_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", 3000, group=3000)
+    iter_batches = pq.ParquetFile.iter_batches
+    sizes = []
+
+    def fails_above_16_rows(self, batch_size, **kwargs):
+        sizes.append(batch_size)
+        for number, batch in enumerate(iter_batches(self, batch_size, **kwargs)):
+            if batch_size > 16 and number == 1:
+                raise pa.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+            yield batch
+
+    monkeypatch.setattr(parquet_module.pq.ParquetFile, "iter_batches", fails_above_16_rows)
+    assert ids(open_source(str(path))) == list(range(3000))
+    assert sizes == [1024, 16]
+
+
+def test_a_table_and_a_data_frame_in_memory() -> None:
+    import pandas as pd
+
+    table = all_types()
+    source = from_dataset(table, limit=2)
+    assert source.num_rows == 2
+    assert next(source.windows()).equals(table.slice(0, 2))
+    frame = pd.DataFrame({"prompt": pd.Series(["a", None, float("nan")], dtype=object), "id": [1, 2, 3]})
+    window = next(from_dataset(frame).windows())
+    assert window.column("prompt").to_pylist() == ["a", None, None]
+    with pytest.raises(InputError, match="prompt"):
+        from_dataset(pd.DataFrame({"prompt": pd.Series(["a", 1], dtype=object)}))
+    with pytest.raises(InputError, match="no rows"):
+        from_dataset(pd.DataFrame({"prompt": []}))
+    with pytest.raises(TypeError, match="got list"):
+        from_dataset(["a"])  # type: ignore[arg-type]
