@@ -184,7 +184,7 @@ def test_dtype(key: str, text: str, expected: str) -> None:
     ],
 )
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match="config.json") as error:
+    with pytest.raises(InputError, match=r"config\.json") as error:
         read(**values)
     assert message in str(error.value)
 
