@@ -1,8 +1,12 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json with tokenizer_config.json."""
+"""The tokenizer of a Hugging Face folder: tokenizer.json with tokenizer_config.json.
+
+Whether special tokens are added is the post-processor's say in tokenizer.json; `add_bos_token` and `add_eos_token`
+beside it are ignored, as in transformers 5.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +44,6 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
     config = _read_config(folder)
     special = _special_tokens(config, folder)
     _add_missing_tokens(backend, config, special)
-    _apply_bos_eos_flags(backend, config, special, folder)
     return Tokenizer(backend, special, _chat_template(folder, config))
 
 
@@ -77,28 +80,18 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
             backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special", False)), **flags)])
     # Known ones keep their id and only become special.
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for text in special.values():
+    for text in (*special.values(), *_more_special_tokens(config)):
         if text not in known:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
         elif not known[text].special:
             backend.add_special_tokens([known[text]])
 
 
-def _apply_bos_eos_flags(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], folder: Path
-) -> None:
-    """`add_bos_token` / `add_eos_token`, where stated, replace the post-processor, as in transformers."""
-    from tokenizers import processors
-
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    used = [role for role in ("bos_token", "eos_token") if config.get(f"add_{role}") and role in special]
-    before = [special[role] for role in used if role == "bos_token"]
-    after = [special[role] for role in used if role == "eos_token"]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        special_tokens=[(special[role], backend.token_to_id(special[role])) for role in used],
-    )
+def _more_special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = config.get(key) or ()
+        for token in tokens.values() if isinstance(tokens, Mapping) else tokens:
+            yield token["content"] if isinstance(token, Mapping) else str(token)
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
