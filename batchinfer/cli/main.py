@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
 from batchinfer.errors import InputError
 from batchinfer.interrupt import Interrupted
@@ -83,6 +84,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Commands")(run)
+app.command(rich_help_panel="Commands")(plan)
 
 
 def _print_version(value: bool) -> None:
