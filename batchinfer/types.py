@@ -204,7 +204,8 @@ class Completion:
 
     `token_ids` are exactly the ids that were sampled, an end-of-sequence id and the tokens of a
     stop string included; `logprobs`, when asked for, has one entry for each of them. `text` is
-    their decoding, special tokens left out, cut before the stop string.
+    their decoding, special tokens left out, cut before the stop string or the stop token id
+    (behind it with `include_stop`).
     """
 
     row_index: int

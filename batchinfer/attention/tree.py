@@ -110,7 +110,7 @@ def _pieces(groups: Int64s, first: Int64s, lens: Int64s, padding: int) -> Iterat
             yield TilePiece(np.stack(parts), tiles[of_tile], None)
     lone = np.concatenate((np.flatnonzero(single), np.array(items.get(1, ([], []))[1], dtype=np.int64)))
     if len(lone):
-        rest = [part for part in items.get(1, ([], []))[0]]
+        rest = items.get(1, ([], []))[0]
         rows = np.concatenate((flat[ends[single] - 1], *rest)) if rest else flat[ends[single] - 1]
         yield TilePiece(rows[:, None], tiles[lone], None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ class RunLimits:
     max_batch_tokens: int
     max_num_seqs: int
     max_model_len: int
+
+
+class Ended(NamedTuple):
+    """A sequence that has its last token, or failed."""
+
+    seq: Sequence
+    reason: FinishReason
+    error: RowError | None
 
 
 class WindowRun:
@@ -72,10 +81,10 @@ class WindowRun:
             self.stats.running_s += time.perf_counter() - began
             if on_step is not None:
                 on_step(self.stats)
-            for seq, reason, error in finished:
-                yield from self._completions(seq, reason, error)
+            for ended in finished:
+                yield from self._completions(ended)
 
-    def _step(self) -> list[tuple[Sequence, FinishReason, RowError | None]]:
+    def _step(self) -> list[Ended]:
         step = self.scheduler.schedule()
         self._apply(step)
         hidden = self.model.forward(self.batch.inputs(step.scheduled), self.kv)
@@ -163,8 +172,8 @@ class WindowRun:
             seq.prompt_logprobs[begin:end] = values[: end - begin]
             values = values[end - begin :]
 
-    def _sample(self, hidden: Tensor, seqs: list[Sequence]) -> list[tuple[Sequence, FinishReason, RowError | None]]:
-        finished = []
+    def _sample(self, hidden: Tensor, seqs: list[Sequence]) -> list[Ended]:
+        finished: list[Ended] = []
         for begin in range(0, len(seqs), self._max_rows):
             part = seqs[begin : begin + self._max_rows]
             logits = self.model.logits(hidden[begin : begin + self._max_rows])
@@ -172,7 +181,7 @@ class WindowRun:
             for row, seq in enumerate(part):
                 if not drawn.is_finite[row]:
                     self.saw_non_finite = True
-                    finished.append((seq, FinishReason.ERROR, _non_finite(seq)))
+                    finished.append(Ended(seq, FinishReason.ERROR, _non_finite(seq)))
                     continue
                 logprob, top = drawn.logprobs[row], drawn.top_logprobs[row]
                 if logprob is not None and top is not None:
@@ -180,7 +189,7 @@ class WindowRun:
                     seq.top_logprobs.append(top)
                 reason = self._append(seq, drawn.token_ids[row])
                 if reason is not None:
-                    finished.append((seq, reason, None))
+                    finished.append(Ended(seq, reason, None))
         return finished
 
     def _append(self, seq: Sequence, token_id: int) -> FinishReason | None:
@@ -200,8 +209,9 @@ class WindowRun:
             return FinishReason.STOP
         return FinishReason.LENGTH if seq.num_output >= seq.max_tokens else None
 
-    def _completions(self, seq: Sequence, reason: FinishReason, error: RowError | None) -> Iterator[Completion]:
+    def _completions(self, ended: Ended) -> Iterator[Completion]:
         """The sequence's completion, and those of its exact duplicates."""
+        seq, reason, error = ended
         params = seq.params
         text = None if error else seq.text.finish()
         owners = [(seq.prompt.row_index, seq.sample_index), *seq.duplicates]

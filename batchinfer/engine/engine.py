@@ -27,7 +27,6 @@ from batchinfer.types import (
     RowError,
     SamplingParams,
     TokenIds,
-    failed,
     row_key,
 )
 

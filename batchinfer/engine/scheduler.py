@@ -181,11 +181,13 @@ class Scheduler:
         parked = [seq for node in self.cache.nodes.values() for seq in node.waiters]
         assert len(parked) == self.num_parked
         for seq in [*self.waiting, *parked]:
-            assert not seq.is_running and not seq.blocks and seq.num_computed == 0
+            assert not seq.is_running and not seq.blocks
+            assert seq.num_computed == 0
             for index in seq.path:
                 below[index] = below.get(index, 0) + 1
         for seq in self.running:
-            assert seq.is_running and seq.num_computed <= seq.num_tokens
+            assert seq.is_running
+            assert seq.num_computed <= seq.num_tokens
             assert len(seq.blocks) * self.block_size >= seq.num_computed
         self.cache.check_integrity(below)
         self.pool.check_integrity([*self.cache.held(), *(seq.blocks for seq in self.running)])

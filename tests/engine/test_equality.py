@@ -1,0 +1,181 @@
+"""The invariance contract: 64 mixed rows under every way to run them, each equal to its solo run, bitwise."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import SMALL_SPEC, kv_bytes, random_weights, tiny_engine
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine.engine import Engine
+from batchinfer.types import Completion, Prompt, SamplingParams, row_key
+
+DTYPES = (torch.float32, torch.bfloat16)
+LARGE_POOL = 4096
+#: Blocks of 16 tokens; the longest row alone needs 13.
+TINY_POOL = 14
+
+
+def mixed_rows(num_rows: int = 64) -> list[Prompt]:
+    """Rows of all lengths and parameters; families of shared prefixes, duplicates, prefixes of other rows."""
+    rng = random.Random(7)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(6, 256) for _ in range(count)]
+
+    stems = [tokens(length) for length in (3, 16, 40, 64, 97)]
+    stems += [stems[2] + tokens(24), stems[3] + tokens(1), stems[4] + tokens(31)]
+    rows: list[Prompt] = []
+    for index in range(num_rows):
+        kind = rng.random()
+        if kind < 0.12 and rows:
+            ids = rows[rng.randrange(len(rows))].token_ids.tolist()  # a duplicate
+        elif kind < 0.25:
+            ids = rng.choice(stems)  # ends where others part
+        else:
+            ids = rng.choice(stems) + tokens(rng.choice((1, 2, 5, 17, 50)))
+        array = np.array(ids, dtype=np.int32)
+        rows.append(Prompt(index, array, mixed_params(rng), row_key(None, array), priority=rng.randrange(3)))
+    return rows
+
+
+def mixed_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=rng.randint(1, 40),
+        min_tokens=rng.choice((0, 0, 1)),
+        temperature=rng.choice((0.0, 0.0, 0.7, 1.3)),
+        top_k=rng.choice((0, 0, 5, 40)),
+        top_p=rng.choice((1.0, 1.0, 0.9, 0.5)),
+        min_p=rng.choice((0.0, 0.0, 0.05)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+        presence_penalty=rng.choice((0.0, 0.0, 0.5)),
+        frequency_penalty=rng.choice((0.0, 0.0, 0.3)),
+        seed=rng.randrange(5),
+        n=rng.choice((1, 1, 1, 3)),
+        stop=rng.choice(((), (), ("e",), ("q", "zz"))),
+        stop_token_ids=rng.choice(((), (), (9, 77))),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=rng.choice((None, 0, 3)),
+        logprobs_mode=rng.choice(("raw", "processed")),
+        prompt_logprobs=rng.random() < 0.3,
+    )
+
+
+def outcome(completion: Completion) -> dict[str, Any]:
+    """All of a completion that the contract fixes: how much was cached may differ."""
+    values = asdict(completion)
+    del values["num_cached_tokens"]
+    return values
+
+
+def run_all(engine: Engine, rows: list[Prompt]) -> dict[tuple[int, int], dict[str, Any]]:
+    found = {}
+    for completion in engine.run(rows):
+        key = (completion.row_index, completion.sample_index)
+        assert key not in found, f"{key} came twice"
+        found[key] = outcome(completion)
+    assert len(found) == sum(row.params.n for row in rows)
+    return found
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
+def solo(request: pytest.FixtureRequest) -> tuple[torch.dtype, dict[tuple[int, int], dict[str, Any]]]:
+    """Each row alone: no sharing, no chunking, a large pool, one sequence at a time."""
+    config = EngineConfig(
+        max_batch_tokens=512, max_num_seqs=1, block_size=64, prefix_sharing=False, kv_memory_bytes=1 << 24
+    )
+    engine = tiny_engine(config, dtype=request.param)
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in mixed_rows():
+        found |= run_all(engine, [row])
+    return request.param, found
+
+
+def test_rows_are_mixed(solo: tuple[torch.dtype, dict[tuple[int, int], dict[str, Any]]]) -> None:
+    """The harness would prove little if rows were alike or ended at once."""
+    _, found = solo
+    reasons = [values["finish_reason"] for values in found.values()]
+    assert reasons.count("stop") > 10
+    assert reasons.count("length") > 10
+    assert {type(values["stop_reason"]) for values in found.values()} == {int, str, type(None)}
+    assert len({tuple(values["token_ids"]) for values in found.values()}) > 50
+
+
+ORDERS = {
+    "forward": lambda rows: rows,
+    "shuffled": lambda rows: random.Random(3).sample(rows, len(rows)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("pool", [TINY_POOL, LARGE_POOL], ids=["tiny-pool", "large-pool"])
+@pytest.mark.parametrize(
+    ("max_batch_tokens", "max_num_seqs"), [*product((7, 33, 512), (4, 64)), (1, 1)], ids=lambda value: str(value)
+)
+def test_every_row_equals_its_solo_run(
+    solo: tuple[torch.dtype, dict[tuple[int, int], dict[str, Any]]],
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    pool: int,
+    sharing: bool,
+    order: str,
+) -> None:
+    dtype, expected = solo
+    config = EngineConfig(
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        block_size=16 if pool == TINY_POOL else 64,
+        prefix_sharing=sharing,
+        policy={"forward": "prefix", "shuffled": "priority"}[order] if sharing else "fcfs",
+    )
+    engine = tiny_engine(config, dtype=dtype)
+    engine.config = replace(config, kv_memory_bytes=kv_bytes(engine, pool))
+    found = run_all(engine, ORDERS[order](mixed_rows()))
+    differing = [key for key in expected if found[key] != expected[key]]
+    assert not differing, f"{len(differing)} of {len(expected)} differ, first {differing[0]}"
+    if pool == TINY_POOL and max_batch_tokens == 33 and not sharing:
+        assert engine.stats.num_preemptions > 0, "the tiny pool was meant to preempt"
+    if sharing:
+        assert engine.stats.num_prompt_tokens_reused > 0
+
+
+def test_every_row_can_be_preempted_twice() -> None:
+    """Rows of equal length in a pool for one and a half of them: whoever comes late is thrown out again and again."""
+    rows = [
+        Prompt(
+            i,
+            np.arange(10 + i, 30 + i, dtype=np.int32),
+            SamplingParams(max_tokens=60, ignore_eos=True, seed=i, temperature=0.8, logprobs=2, prompt_logprobs=True),
+            key=i,
+        )
+        for i in range(6)
+    ]
+    weights = random_weights(SMALL_SPEC, torch.float32)
+    alone = tiny_engine(EngineConfig(block_size=16, prefix_sharing=False), weights=weights)
+    expected = {key: value for row in rows for key, value in run_all(alone, [row]).items()}
+    engine = tiny_engine(EngineConfig(block_size=16), weights=weights)
+    engine.config = replace(engine.config, kv_memory_bytes=kv_bytes(engine, 8))
+    assert run_all(engine, rows) == expected
+    assert engine.stats.num_preemptions >= 2
+    assert engine.stats.num_kv_blocks_used == 0
+    assert engine.stats.num_prompt_tokens_recomputed > 0
+
+
+def test_threads_and_block_sizes_change_nothing() -> None:
+    rows = mixed_rows(24)
+    outcomes = []
+    before = torch.get_num_threads()
+    try:
+        for threads, block_size in ((1, 16), (2, 32), (2, 128), (3, 256)):
+            torch.set_num_threads(threads)
+            outcomes.append(run_all(tiny_engine(EngineConfig(block_size=block_size), dtype=torch.bfloat16), rows))
+    finally:
+        torch.set_num_threads(before)
+    assert all(found == outcomes[0] for found in outcomes[1:])
