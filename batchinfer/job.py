@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchinfer.config import EngineConfig
 from batchinfer.job_input import InputRows, ModelResolver, open_input, prompts_of, resolve_job
 from batchinfer.metadata import model_digests, output_metadata
-from batchinfer.params import ResolvedParams, SamplingLayers
+from batchinfer.params import ResolvedParams, logprob_columns
 from batchinfer.progress import ProgressReporter, QuietProgress, Snapshot
 from batchinfer.settings import JobSettings
 from batchinfer.summary import EngineCounts, JobSummary, Tally
@@ -72,7 +72,8 @@ def run_job(
     check_output(settings.output, settings.overwrite)
     with tally.timed("read"):
         rows = open_input(settings, window_rows)
-    has = logprob_columns(settings.sampling, rows.row_fields)
+    sampling = settings.sampling
+    has = logprob_columns({**sampling.config, **sampling.flags}, rows.row_fields)  # the model sets none of these
     schema = output_schema(rows.schema, prefix=settings.output_prefix, **asdict(has))  # refuses a clash of names
     with tally.timed("load"):
         model, params = resolve_job(settings, rows, resolve)
@@ -112,7 +113,7 @@ class _Runner:
         self._num_rows = num_rows
 
     def run(self, settings: JobSettings, rows: InputRows, model: ModelSource, params: ResolvedParams) -> None:
-        windows = prompts_of(settings, rows, model, params.params)
+        windows = prompts_of(rows, model.tokenizer, params.params, settings.system, model.spec.vocab_size)
         while True:
             with self._tally.timed("read"):
                 window = next(windows, None)
@@ -136,24 +137,6 @@ class _Runner:
     def _on_step(self, stats: EngineCounts) -> None:
         self._check_interrupt()
         self._progress.update(Snapshot.take(self._tally, stats, self._num_rows))
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobColumns:
-    logprobs: bool
-    top_logprobs: bool
-    prompt_logprobs: bool
-
-
-def logprob_columns(layers: SamplingLayers, row_fields: frozenset[str]) -> LogprobColumns:
-    """Which log-probability columns the output has. Fixed up front, so any row may ask for its own."""
-    given = {**layers.config, **layers.flags}
-    by_row = "logprobs" in row_fields
-    return LogprobColumns(
-        logprobs=by_row or given.get("logprobs") is not None,
-        top_logprobs=by_row or (given.get("logprobs") or 0) > 0,
-        prompt_logprobs="prompt_logprobs" in row_fields or bool(given.get("prompt_logprobs")),
-    )
 
 
 def engine_settings(engine: EngineLike) -> dict[str, Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from batchinfer.dataset.columns import InputColumns
+    from batchinfer.dataset.prompts import PromptTokenizer
     from batchinfer.dataset.source import PromptSource
     from batchinfer.models.source import ModelSource
 
@@ -30,6 +31,7 @@ class JobError(RuntimeError):
 class InputRows:
     """Rows opened and checked: readable, not empty, columns there and of the right type."""
 
+    name: str
     source: PromptSource
     columns: InputColumns
     row_fields: frozenset[str]  # sampling parameters that rows may set themselves
@@ -59,7 +61,9 @@ def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRo
     first = next(windows, None)  # read now: an empty input is known before the model loads
     if first is None or first.num_rows == 0:
         raise InputError(f"{settings.prompts} has no rows; nothing to do")
-    return InputRows(source, columns, row_param_names(source.schema, columns), chain([first], windows))
+    return InputRows(
+        settings.prompts, source, columns, row_param_names(source.schema, columns), chain([first], windows)
+    )
 
 
 def resolve_job(
@@ -80,9 +84,9 @@ def resolve_job(
 
 
 def prompts_of(
-    settings: JobSettings, rows: InputRows, model: ModelSource, params: SamplingParams
+    rows: InputRows, tokenizer: PromptTokenizer, params: SamplingParams, system: str | None, vocab_size: int
 ) -> Iterator[tuple[int, pa.Table, list[Prompt]]]:
-    """(index of the first row, rows, prompts) of each window."""
+    """(index of the first row, rows, prompts) of each window. Raises JobError naming the window's rows."""
     from batchinfer.dataset.prompts import build_prompts
 
     first_row_index = 0
@@ -92,17 +96,11 @@ def prompts_of(
             if table is None:
                 return
             prompts = build_prompts(
-                table,
-                first_row_index,
-                rows.columns,
-                model.tokenizer,
-                params,
-                system=settings.system,
-                vocab_size=model.spec.vocab_size,
+                table, first_row_index, rows.columns, tokenizer, params, system=system, vocab_size=vocab_size
             )
         except InputError:
             raise
         except Exception as error:
-            raise JobError(f"{settings.prompts}, rows from {first_row_index} on: {error}") from error
+            raise JobError(f"{rows.name}, rows from {first_row_index} on: {error}") from error
         yield first_row_index, table, prompts
         first_row_index += table.num_rows

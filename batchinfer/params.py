@@ -88,3 +88,22 @@ _SAID_BY = {
     "model": "the model's generation_config",
     "default": "the default",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Which columns of log-probabilities an output has."""
+
+    logprobs: bool
+    top_logprobs: bool
+    prompt_logprobs: bool
+
+
+def logprob_columns(given: Mapping[str, Any], row_fields: Collection[str]) -> LogprobColumns:
+    """Fixed before the first row, from the values for all rows, so any row may ask for its own."""
+    by_row = "logprobs" in row_fields
+    return LogprobColumns(
+        logprobs=by_row or given.get("logprobs") is not None,
+        top_logprobs=by_row or (given.get("logprobs") or 0) > 0,
+        prompt_logprobs="prompt_logprobs" in row_fields or bool(given.get("prompt_logprobs")),
+    )

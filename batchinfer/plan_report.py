@@ -120,7 +120,8 @@ def plan_run(
     shown: list[PrefixText] = []
     refused: Counter[str] = Counter()
     num_rows = 0
-    for _, table, prompts in prompts_of(settings, rows, model, params.params):
+    windows = prompts_of(rows, model.tokenizer, params.params, settings.system, model.spec.vocab_size)
+    for _, table, prompts in windows:
         num_rows += table.num_rows
         runnable = _runnable(prompts, max_model_len, refused)
         plan = plan_job(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from batchinfer.config import EngineConfig
 from batchinfer.models.spec import DecoderSpec, RopeSpec
-from batchinfer.types import Completion, ErrorCode, FinishReason, Prompt, RowError, TokenIds, failed
+from batchinfer.types import Completion, ErrorCode, FinishReason, Prompt, RowError, SamplingParams, TokenIds, failed
 
 TINY_SPEC = DecoderSpec(
     architecture="LlamaForCausalLM",
@@ -112,7 +113,9 @@ class FakeEngine:
         on_row: Callable[[int], None] = lambda row: None,
     ) -> None:
         self.source = source or FakeModelSource()
+        self.model = SimpleNamespace(spec=self.source.spec)
         self.tokenizer = self.source.tokenizer
+        self.default_params = SamplingParams.from_mapping(self.source.generation_defaults)
         self.config = config or EngineConfig()
         self.max_model_len = self.config.max_model_len or self.source.spec.max_position
         self.stats = FakeEngineStats()

@@ -1,0 +1,204 @@
+"""Completions inside a Python pipeline: a dataset or data frame in, the same with results added out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.errors import InputError
+from batchinfer.job_input import InputRows, prompts_of
+from batchinfer.params import logprob_columns
+from batchinfer.types import Completion, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from batchinfer.dataset.columns import InputColumns
+
+
+class DatasetEngine(Protocol):
+    """What is needed of an engine; see Engine."""
+
+    @property
+    def model(self) -> Any: ...  # with .spec.vocab_size
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def default_params(self) -> SamplingParams: ...
+
+    def run(self, prompts: Sequence[Prompt], on_step: Callable[[Any], None] | None = None) -> Iterator[Completion]: ...
+
+
+def generate_dataset(
+    engine: DatasetEngine,
+    dataset: Any,
+    params: SamplingParams | None = None,
+    *,
+    prompt_column: str | None = None,
+    messages_column: str | None = None,
+    id_column: str | None = None,
+    priority_column: str | None = None,
+    system: str | None = None,
+    output_prefix: str = "",
+    window_rows: int | None = None,
+) -> Any:
+    """Complete every row; returns the same kind of dataset with the result columns of `batchinfer run` added.
+
+    Args:
+        dataset: a datasets.Dataset (features, format and split are kept, selections respected), a
+            pandas.DataFrame (index and dtypes are kept) or a pyarrow.Table.
+        params: for rows that have no sampling_params of their own; None: the model's defaults.
+        prompt_column, messages_column, id_column, priority_column, system: as the options of the command.
+        output_prefix: put before the names of the added columns.
+        window_rows: rows planned together; None: 65,536.
+
+    Returns:
+        As many rows as samples: with n > 1 the samples of a row follow each other. A bad row is an error in
+        its column `error`. A dataset without rows gets the columns and no rows.
+
+    Raises:
+        InputError: for columns that are missing, of a wrong type or taken.
+        TypeError: for another kind of dataset.
+    """
+    from batchinfer.dataset.columns import find_columns, row_param_names
+    from batchinfer.dataset.prompts import check_can_build
+    from batchinfer.output.schema import output_schema
+
+    params = params or engine.default_params
+    kind = _kind_of(dataset)
+    schema = kind.schema(dataset)
+    columns = find_columns(
+        schema, prompt=prompt_column, messages=messages_column, id=id_column, priority=priority_column
+    )
+    check_can_build(columns, engine.tokenizer, system)
+    row_fields = row_param_names(schema, columns)
+    has = logprob_columns({"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}, row_fields)
+    merged = output_schema(schema, prefix=output_prefix, **asdict(has))
+    fields = pa.schema(list(merged)[len(schema) :])
+    if len(dataset) == 0:
+        return kind.add(dataset, np.empty(0, np.int64), fields.empty_table())
+    rows = _rows(kind.select(dataset, columns), columns, row_fields, window_rows)
+    windows = prompts_of(rows, engine.tokenizer, params, system, engine.model.spec.vocab_size)
+    parts = [_results(engine, prompts, fields) for _, _, prompts in windows]
+    row_indices = np.concatenate([indices for indices, _ in parts])
+    return kind.add(dataset, row_indices, pa.concat_tables([table for _, table in parts]))
+
+
+def _rows(dataset: Any, columns: InputColumns, row_fields: frozenset[str], window_rows: int | None) -> InputRows:
+    from batchinfer.dataset.source import WINDOW_ROWS, from_dataset
+
+    source = from_dataset(dataset)
+    return InputRows("the dataset", source, columns, row_fields, source.windows(window_rows or WINDOW_ROWS))
+
+
+def _results(engine: DatasetEngine, prompts: list[Prompt], fields: pa.Schema) -> tuple[np.ndarray, pa.Table]:
+    """Rows and result columns of a window's completions, by row and sample."""
+    from batchinfer.output.arrays import build_column
+    from batchinfer.output.schema import METADATA_KEY
+
+    with closing(engine.run(prompts)) as finished:  # type: ignore[type-var]
+        completions = sorted(finished, key=lambda c: (c.row_index, c.sample_index))
+    arrays = [build_column(field.metadata[METADATA_KEY].decode(), field.type, completions) for field in fields]
+    indices = np.array([completion.row_index for completion in completions], np.int64)
+    return indices, pa.Table.from_arrays(arrays, schema=fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What differs between kinds of datasets."""
+
+    schema: Callable[[Any], pa.Schema]
+    select: Callable[[Any, InputColumns], Any]  # only the columns that are read
+    add: Callable[[Any, np.ndarray, pa.Table], Any]  # (dataset, row of each result, results)
+
+
+def _kind_of(dataset: Any) -> _Kind:
+    package, name = type(dataset).__module__.partition(".")[0], type(dataset).__name__
+    kind = _KINDS.get((package, name))
+    if kind is not None:
+        return kind
+    if name in ("DatasetDict", "IterableDatasetDict"):
+        raise InputError(f"this is a dictionary of the splits {', '.join(dataset)}: pass one of them")
+    if name == "IterableDataset":
+        raise InputError("a stream has no end to wait for: pass a datasets.Dataset, for example of its first rows")
+    raise TypeError(f"expected a datasets.Dataset, pandas.DataFrame or pyarrow.Table, got {type(dataset).__name__}")
+
+
+def _used(columns: InputColumns) -> list[str]:
+    return list(dict.fromkeys(name for name in asdict(columns).values() if name is not None))
+
+
+def _is_each_row_once(row_indices: np.ndarray, num_rows: int) -> bool:
+    return np.array_equal(row_indices, np.arange(num_rows))
+
+
+def _add_to_hf(dataset: Any, row_indices: np.ndarray, results: pa.Table) -> Any:
+    import datasets
+
+    features = datasets.Features.from_arrow_schema(results.schema)
+    plain = dataset.with_format(None)
+    if not _is_each_row_once(row_indices, len(dataset)):
+        plain = plain.select(row_indices)
+    if len(dataset) == 0:  # concatenating would drop the columns
+        both = datasets.Features({**dataset.features, **features})
+        merged = datasets.Dataset.from_dict({name: [] for name in both}, features=both, split=dataset.split)
+    else:
+        new = datasets.Dataset(results.replace_schema_metadata(None), datasets.DatasetInfo(features=features))
+        merged = datasets.concatenate_datasets([plain, new], axis=1, info=None, split=dataset.split)
+    return _formatted_like(dataset, merged, results.column_names)
+
+
+def _formatted_like(dataset: Any, merged: Any, added: list[str]) -> Any:
+    layout = dict(dataset.format)
+    if layout["type"] is None and list(layout["columns"]) == dataset.column_names:
+        return merged
+    kwargs = layout.pop("format_kwargs", {})
+    return merged.with_format(
+        layout["type"], [*layout["columns"], *added], layout.get("output_all_columns", False), **kwargs
+    )
+
+
+def _pandas_schema(frame: Any) -> pa.Schema:
+    try:
+        return pa.Schema.from_pandas(frame, preserve_index=False)
+    except (pa.ArrowException, UnicodeEncodeError, ValueError, TypeError) as error:
+        raise InputError(f"the data frame does not fit Arrow's types: {'; '.join(map(str, error.args))}") from error
+
+
+def _add_to_frame(frame: Any, row_indices: np.ndarray, results: pa.Table) -> Any:
+    merged = frame.copy() if _is_each_row_once(row_indices, len(frame)) else frame.iloc[row_indices].copy()
+    values = results.to_pandas()
+    for name in values.columns:
+        merged[name] = values[name].array  # by place: the frame has an index of its own
+    return merged
+
+
+def _add_to_table(table: pa.Table, row_indices: np.ndarray, results: pa.Table) -> pa.Table:
+    merged = table if _is_each_row_once(row_indices, table.num_rows) else table.take(pa.array(row_indices))
+    for field in results.schema:
+        merged = merged.append_column(field, results.column(field.name))
+    return merged
+
+
+_KINDS: dict[tuple[str, str], _Kind] = {
+    ("datasets", "Dataset"): _Kind(
+        schema=lambda dataset: dataset.features.arrow_schema,
+        select=lambda dataset, columns: dataset.select_columns(_used(columns)),
+        add=_add_to_hf,
+    ),
+    ("pandas", "DataFrame"): _Kind(
+        schema=_pandas_schema,
+        select=lambda frame, columns: frame[_used(columns)].reset_index(drop=True),
+        add=_add_to_frame,
+    ),
+    ("pyarrow", "Table"): _Kind(
+        schema=lambda table: table.schema,
+        select=lambda table, columns: table.select(_used(columns)),
+        add=_add_to_table,
+    ),
+}

@@ -1,0 +1,190 @@
+"""Completions inside a pipeline: datasets, data frames and tables keep what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pandas as pd
+import pyarrow as pa
+import pytest
+from datasets import ClassLabel, Features, Image, List, Sequence, Value
+from fakes import FakeEngine, FakeModelSource
+
+from batchinfer.errors import InputError
+from batchinfer.pipeline import generate_dataset
+from batchinfer.types import SamplingParams
+
+FEATURES = Features(
+    {
+        "id": Value("string"),
+        "prompt": Value("large_string"),
+        "label": ClassLabel(names=["no", "yes"]),
+        "small": Value("int8"),
+        "when": Value("timestamp[us]"),
+        "turns": List({"role": Value("string"), "content": Value("string")}),
+        "picture": Image(decode=False),
+    }
+)
+
+
+def rows(num_rows: int) -> dict[str, list[Any]]:
+    return {
+        "id": [f"r{i}" for i in range(num_rows)],
+        "prompt": [f"prompt {i}" for i in range(num_rows)],
+        "label": [i % 2 for i in range(num_rows)],
+        "small": [None if i == 1 else i for i in range(num_rows)],
+        "when": [pd.Timestamp(2024, 1, 1 + i) for i in range(num_rows)],
+        "turns": [[{"role": "user", "content": str(i)}] * (i % 3) for i in range(num_rows)],
+        "picture": [{"bytes": bytes([i]), "path": None} for i in range(num_rows)],
+    }
+
+
+@pytest.fixture
+def dataset() -> datasets.Dataset:
+    table = pa.Table.from_pydict(rows(6), schema=FEATURES.arrow_schema)  # from_dict would want Pillow for the picture
+    return datasets.Dataset(table, datasets.DatasetInfo(features=FEATURES))
+
+
+def test_all_features_are_kept_and_results_have_types(dataset: datasets.Dataset) -> None:
+    result = generate_dataset(FakeEngine(), dataset)
+    assert {name: result.features[name] for name in FEATURES} == dict(FEATURES)
+    assert result.column_names[: len(FEATURES)] == list(FEATURES)
+    assert result.features["output"] == Value("string")
+    assert result.features["output_token_ids"] == List(Value("int32"))
+    assert result.features["num_output_tokens"] == Value("int32")
+    assert result.features["error"] == {"code": Value("string"), "message": Value("string")}
+    assert result["output"][:] == [f"prompt {i}" for i in range(6)]
+    for name in FEATURES:
+        assert result[name][:] == dataset[name][:]
+
+
+def test_in_a_pipeline_after_select_shuffle_filter_and_map(dataset: datasets.Dataset) -> None:
+    before = dataset.shuffle(seed=3).select([4, 0, 2, 1]).filter(lambda row: row["id"] != "r0")
+    before = before.map(lambda row: {"prompt": row["prompt"].upper()})
+    result = generate_dataset(FakeEngine(), before).map(lambda row: {"length": len(row["output"])})
+    assert result["id"][:] == before["id"][:]
+    assert result["output"][:] == [text.upper() for text in before["prompt"][:]]
+    assert result["length"][:] == [8] * len(before)
+    assert result.features["label"] == FEATURES["label"]
+
+
+def test_samples_follow_each_other(dataset: datasets.Dataset) -> None:
+    result = generate_dataset(FakeEngine(), dataset.select([5, 3]), SamplingParams(n=2))
+    assert list(zip(result["id"][:], result["sample_index"][:], strict=True)) == [
+        ("r5", 0),
+        ("r5", 1),
+        ("r3", 0),
+        ("r3", 1),
+    ]
+    assert result.features["label"] == FEATURES["label"]
+
+
+def test_bad_rows_are_row_errors(dataset: datasets.Dataset) -> None:
+    texts = ["fine", None, "", "x" * 600]
+    result = generate_dataset(FakeEngine(), datasets.Dataset.from_dict({"text": texts}))
+    assert result["output"][:] == ["fine", None, None, None]
+    codes = [error["code"] if error else None for error in result["error"][:]]
+    assert codes == [None, "prompt_null", "prompt_empty", "prompt_too_long"]
+
+
+def test_format_and_split_are_kept() -> None:
+    dataset = datasets.Dataset.from_dict({"prompt": ["a", "b"], "x": [1, 2]}, split="test")
+    result = generate_dataset(FakeEngine(), dataset.with_format("numpy"))
+    assert result.split == "test"
+    assert result.format["type"] == "numpy"
+    assert result[0]["x"].dtype.kind == "i"
+    assert result[0]["output"] == "a"
+    some = generate_dataset(FakeEngine(), dataset.with_format("numpy", columns=["x"]))
+    assert "prompt" not in some[0]
+    assert some[0]["output"] == "a"
+
+
+def test_windows_do_not_show(dataset: datasets.Dataset) -> None:
+    engine = FakeEngine()
+    result = generate_dataset(engine, dataset, window_rows=4)
+    assert engine.num_runs_closed == 2
+    assert result["output"][:] == dataset["prompt"][:]
+
+
+def test_no_rows_give_the_columns(dataset: datasets.Dataset) -> None:
+    full, empty = generate_dataset(FakeEngine(), dataset), generate_dataset(FakeEngine(), dataset.select([]))
+    assert len(empty) == 0
+    assert empty.features == full.features
+    frame = generate_dataset(FakeEngine(), pd.DataFrame({"prompt": pd.Series([], dtype="str")}))
+    assert (len(frame), "output" in frame.columns) == (0, True)
+
+
+def test_messages_are_found_and_named(dataset: datasets.Dataset) -> None:
+    chats = dataset.remove_columns("prompt").filter(lambda row: row["turns"])
+    result = generate_dataset(FakeEngine(), chats, messages_column="turns", system="Be brief.")
+    assert result["output"][0] == "system: Be brief.\nuser: 1\nassistant: "
+
+
+def test_params_come_from_the_row_then_the_call_then_the_model() -> None:
+    engine = FakeEngine(FakeModelSource(generation_defaults={"temperature": 0.5}))
+    dataset = datasets.Dataset.from_dict(
+        {"prompt": ["a", "b"], "sampling_params": [{"temperature": 0.25}, {"temperature": None}]}
+    )
+    generate_dataset(engine, dataset)
+    assert [prompt.params.temperature for prompt in engine.prompts] == [0.25, 0.5]
+    generate_dataset(engine, dataset, SamplingParams(temperature=0.75))
+    assert [prompt.params.temperature for prompt in engine.prompts] == [0.25, 0.75]
+
+
+def test_logprobs_come_as_columns() -> None:
+    dataset = datasets.Dataset.from_dict({"prompt": ["ab"]})
+    result = generate_dataset(FakeEngine(), dataset, SamplingParams(logprobs=1))
+    assert result["logprobs"][0] == [-0.5, -0.5]
+    assert result.features["logprobs"] == Sequence(Value("float32"))
+    assert [token[0]["token_id"] for token in result["top_logprobs"][0]] == [ord("a"), ord("b")]
+
+
+def test_a_data_frame_keeps_index_and_dtypes() -> None:
+    frame = pd.DataFrame(
+        {
+            "prompt": ["a", "b"],
+            "kind": pd.Categorical(["x", "y"]),
+            "count": pd.array([1, None], dtype="Int64"),
+        },
+        index=pd.Index(["p", "q"], name="key"),
+    )
+    before = frame.copy()
+    result = generate_dataset(FakeEngine(), frame, SamplingParams(n=2))
+    assert list(result.index) == ["p", "p", "q", "q"]
+    assert result.index.name == "key"
+    assert result["output"].tolist() == ["a", "a", "b", "b"]
+    assert result["sample_index"].tolist() == [0, 1, 0, 1]
+    assert result.dtypes[["prompt", "kind", "count"]].equals(frame.dtypes)
+    pd.testing.assert_frame_equal(frame, before)
+
+
+def test_a_table_keeps_its_schema() -> None:
+    table = pa.table({"prompt": pa.array(["a", "b"], pa.large_string()), "x": pa.array([1, None], pa.uint8())})
+    table = table.replace_schema_metadata({"who": "me"})
+    result = generate_dataset(FakeEngine(), table)
+    assert result.select(["prompt", "x"]) == table
+    assert result.schema.metadata == {b"who": b"me"}
+    assert result["output"].to_pylist() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        ([{"prompt": "a"}], TypeError, "expected a datasets.Dataset, pandas.DataFrame or pyarrow.Table, got list"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": ["a"]})}), InputError, "splits train"),
+        (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), InputError, "stream"),
+        (datasets.Dataset.from_dict({"question": ["a"]}), InputError, "--prompt-column"),
+        (datasets.Dataset.from_dict({"prompt": ["a"], "output": ["b"]}), InputError, "'output'"),
+        (pd.DataFrame({"prompt": ["a"], "mixed": [[1, "x"]]}), InputError, "does not fit Arrow's types"),
+    ],
+)
+def test_what_is_refused(bad: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        generate_dataset(FakeEngine(), bad)
+
+
+def test_a_prefix_resolves_a_clash() -> None:
+    dataset = datasets.Dataset.from_dict({"prompt": ["a"], "output": ["mine"]})
+    result = generate_dataset(FakeEngine(), dataset, output_prefix="bi_")
+    assert (result["output"][0], result["bi_output"][0]) == ("mine", "a")
