@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import InputError
+from batchinfer.output.storage import storage_type
 
 #: Metadata key: of a field, which result it holds (its name without prefix); of the schema, the run.
 METADATA_KEY = b"batchinfer"
@@ -76,8 +77,8 @@ def _check_names(input_schema: pa.Schema, fields: list[pa.Field]) -> None:
 
 def _check_can_be_written(field: pa.Field) -> None:
     """Parquet lacks some Arrow types, and the writer tells only when it meets them."""
-    probe = pa.table({field.name: pa.nulls(1, field.type)})
     try:
+        probe = pa.table({field.name: pa.nulls(1, storage_type(field.type))})
         pq.write_table(probe, pa.BufferOutputStream())
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"column {field.name!r} has type {field.type}, which Parquet cannot hold: {error}") from error

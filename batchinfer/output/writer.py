@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from batchinfer.errors import InputError
 from batchinfer.output.arrays import build_column, num_bytes
 from batchinfer.output.schema import METADATA_KEY
+from batchinfer.output.storage import storage_schema
 from batchinfer.types import Completion
 
 _Rows = npt.NDArray[np.int64]
@@ -73,12 +74,13 @@ class ParquetOutput:
         check_output(path, overwrite)
         self._path = Path(path)
         self._schema = schema
+        self._stored_schema = storage_schema(schema)
         self._overwrite = overwrite
         self._temporary = _temporary_beside(self._path)
         self._num_rows = 0
         self._writer: pq.ParquetWriter | None = None
         with self._cleaned_up_on_error():
-            self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd")
+            self._writer = pq.ParquetWriter(self._temporary, self._stored_schema, compression="zstd")
 
     def write_window(self, table: pa.Table, first_row_index: int, completions: Iterable[Completion]) -> None:
         """Append the rows of `table`, one output row per sample.
@@ -93,11 +95,12 @@ class ParquetOutput:
         rows = np.array([c.row_index for c in ordered], dtype=np.int64) - first_row_index
         _check_complete(rows, [c.sample_index for c in ordered], table.num_rows)
         self._num_rows += table.num_rows
+        table = _as_stored(table, self._stored_schema)
         with self._cleaned_up_on_error():
             for start, stop in _groups(table, rows, ordered):
                 columns = _take(table, rows[start:stop])
                 columns += self._result_columns(table.num_columns, ordered[start:stop])
-                group = pa.Table.from_arrays(columns, schema=self._schema)
+                group = pa.Table.from_arrays(columns, schema=self._stored_schema)
                 self._writer.write_table(group, row_group_size=_GROUP_ROWS)
 
     def _result_columns(self, num_input_columns: int, completions: Sequence[Completion]) -> list[pa.Array]:
@@ -108,8 +111,7 @@ class ParquetOutput:
         """Make the file durable and give it its name; `finish_metadata` goes over the schema's metadata."""
         assert self._writer is not None, "the output is closed"
         with self._cleaned_up_on_error():
-            if finish_metadata:
-                self._writer.add_key_value_metadata(self._merged_metadata(finish_metadata))
+            self._writer.add_key_value_metadata(self._final_metadata(finish_metadata or {}))
             self._writer.close()
             _sync(self._temporary)
         if not self._overwrite and self._path.exists():
@@ -121,8 +123,8 @@ class ParquetOutput:
         with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe
             _sync(_target(self._path).parent)
 
-    def _merged_metadata(self, finish_metadata: Mapping[str, str]) -> dict[bytes, bytes]:
-        """With the Arrow schema that Parquet files carry along: pyarrow shows that one's metadata, not the file's."""
+    def _final_metadata(self, finish_metadata: Mapping[str, str]) -> dict[bytes, bytes]:
+        """With the Arrow schema that Parquet files carry along: readers take types and metadata from there."""
         new = {key.encode(): value.encode() for key, value in finish_metadata.items()}
         schema = self._schema.with_metadata({**(self._schema.metadata or {}), **new})
         return {**new, b"ARROW:schema": base64.b64encode(schema.serialize())}
@@ -212,18 +214,19 @@ def _num_slice_bytes(column: pa.ChunkedArray) -> int:
     return int(column.nbytes)
 
 
+def _as_stored(table: pa.Table, stored_schema: pa.Schema) -> pa.Table:
+    types = [stored_schema.field(i).type for i in range(table.num_columns)]
+    columns = [
+        column if column.type == type_ else column.cast(type_)
+        for column, type_ in zip(table.columns, types, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, names=table.column_names)
+
+
 def _take(table: pa.Table, rows: _Rows) -> list[pa.ChunkedArray]:
     """The given rows, ascending and without gaps, as often as they are listed. Types are kept."""
     part = table.slice(rows[0], rows[-1] - rows[0] + 1)
     if part.num_rows == len(rows):
         return list(part.columns)
-    indices = rows - rows[0]
-    return [_take_column(column, indices) for column in part.columns]
-
-
-def _take_column(column: pa.ChunkedArray, indices: _Rows) -> pa.ChunkedArray:
-    try:
-        return column.take(pa.array(indices))
-    except pa.ArrowNotImplementedError:  # Arrow has no take for the view types
-        slices = [chunk for index in indices.tolist() for chunk in column.slice(index, 1).chunks]
-        return pa.chunked_array(slices, type=column.type).combine_chunks()
+    indices = pa.array(rows - rows[0])
+    return [column.take(indices) for column in part.columns]

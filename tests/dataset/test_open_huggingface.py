@@ -1,0 +1,145 @@
+"""Hugging Face datasets in: exact types, selections respected, features kept, clear errors offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.dataset.source import from_dataset, open_source
+from batchinfer.errors import InputError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    features = datasets.Features(
+        {
+            "id": datasets.Value("int64"),
+            "prompt": datasets.Value("large_string"),
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+            "matrix": datasets.Array2D((2, 2), "int32"),
+            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "when": datasets.Value("timestamp[us, tz=UTC]"),
+        }
+    )
+    rows = {
+        "id": [2**53 + i for i in range(50)],
+        "prompt": [None if i == 3 else f"p{i}" for i in range(50)],
+        "label": [i % 2 for i in range(50)],
+        "matrix": [[[i, 1], [2, 3]] for i in range(50)],
+        "messages": [[{"role": "user", "content": str(i)}] * (i % 3) for i in range(50)],
+        "when": [None] * 50,
+    }
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+@pytest.fixture(scope="module")
+def saved(dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    dataset.shuffle(seed=1).save_to_disk(folder / "one")
+    datasets.DatasetDict(train=dataset, test=dataset.select([4, 2])).save_to_disk(folder / "splits")
+    return folder
+
+
+def prompts_of(source) -> list[str | None]:
+    return [p for window in source.windows(7) for p in window.column("prompt").to_pylist()]
+
+
+def test_a_dataset_keeps_types_features_and_order(dataset) -> None:
+    source = from_dataset(dataset)
+    assert source.num_rows == 50
+    table = pa.concat_tables(source.windows(7))
+    assert table.schema.equals(dataset.features.arrow_schema, check_metadata=True)
+    assert table.to_pylist() == dataset.data.table.to_pylist()
+
+
+def test_selections_and_shuffles_are_respected(dataset) -> None:
+    shuffled = dataset.shuffle(seed=3).select(range(5, 25))
+    source = from_dataset(shuffled, limit=12)
+    assert source.num_rows == 12
+    assert prompts_of(source) == list(shuffled["prompt"])[:12]
+    assert prompts_of(source) == list(shuffled["prompt"])[:12]
+
+
+def test_the_callers_format_does_not_matter(dataset) -> None:
+    formatted = dataset.with_format("numpy", columns=["id"])
+    assert prompts_of(from_dataset(formatted)) == list(dataset["prompt"])
+
+
+def test_a_stream_with_features(dataset) -> None:
+    source = from_dataset(dataset.to_iterable_dataset(num_shards=3), limit=20)
+    assert source.num_rows is None
+    tables = list(source.windows(8))
+    assert [t.num_rows for t in tables] == [8, 8, 4]
+    assert all(t.schema.equals(source.schema) for t in tables)
+    assert prompts_of(source) == list(dataset["prompt"])[:20]
+
+
+def test_a_stream_without_features() -> None:
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]))
+    with pytest.raises(InputError, match="streams without known features"):
+        from_dataset(stream)
+
+
+def test_saved_to_disk(dataset, saved: Path) -> None:
+    expected = list(dataset.shuffle(seed=1)["prompt"])
+    for spec in (f"{saved}/one", f"hf:{saved}/one"):
+        assert prompts_of(open_source(spec)) == expected
+        assert prompts_of(open_source(spec, limit=3)) == expected[:3]
+
+
+def test_splits_saved_to_disk(saved: Path) -> None:
+    for spec in (f"{saved}/splits@test", f"hf:{saved}/splits@test"):
+        assert prompts_of(open_source(spec)) == ["p4", "p2"]
+    for spec in (f"{saved}/splits", f"hf:{saved}/splits", f"{saved}/splits@dev"):
+        with pytest.raises(InputError, match=r"has the splits train, test: choose one, such as .*splits@train"):
+            open_source(spec)
+    with pytest.raises(InputError, match="one dataset without splits: leave out @train"):
+        open_source(f"{saved}/one@train")
+
+
+def test_a_damaged_save_is_named(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(InputError, match="cannot load the dataset saved in"):
+        open_source(str(tmp_path))
+
+
+def test_a_folder_that_load_dataset_understands(dataset, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").mkdir()
+    dataset.to_parquet(tmp_path / "data" / "train-00000.parquet")
+    capfd.readouterr()
+    source = open_source(f"hf:{tmp_path}@train[:4]")
+    assert prompts_of(source) == ["p0", "p1", "p2", None]
+    assert source.schema.equals(dataset.features.arrow_schema, check_metadata=True)
+    assert "\r" not in capfd.readouterr().err
+    with pytest.raises(InputError, match=r"cannot load hf:.*@nope"):
+        open_source(f"hf:{tmp_path}@nope")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hf:someone/nothing@train", "cannot load hf:someone/nothing@train: .*check the name, and that the hub"),
+        ("hf:someone/nothing:config@train", "cannot load hf:someone/nothing:config@train: "),
+        ("hf:someone/nothing", "say which split, for example hf:someone/nothing@train"),
+        ("hf:/no/such/folder@train", "folder /no/such/folder does not exist"),
+        ("hf:", r"write hf:NAME\[:CONFIG\]@SPLIT"),
+        ("hf:@train", r"write hf:NAME\[:CONFIG\]@SPLIT"),
+    ],
+)
+def test_what_cannot_be_loaded(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        open_source(spec)
+
+
+def test_a_dictionary_of_splits_is_refused(dataset) -> None:
+    with pytest.raises(InputError, match="dictionary of the splits train, test: pass one of them"):
+        from_dataset(datasets.DatasetDict(train=dataset, test=dataset))
+
+
+def test_an_empty_dataset(dataset) -> None:
+    with pytest.raises(InputError, match="has no rows"):
+        from_dataset(dataset.select([]))
