@@ -8,7 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchinfer.config import EngineConfig
-from batchinfer.job_input import InputRows, ModelResolver, open_input, prompts_of, resolve_job
+from batchinfer.job_input import (
+    InputRows,
+    ModelResolver,
+    open_input,
+    prompts_of,
+    resolve_job,
+    unreadable_is_input_error,
+)
 from batchinfer.metadata import model_digests, output_metadata
 from batchinfer.params import ResolvedParams, logprob_columns
 from batchinfer.progress import ProgressReporter, QuietProgress, Snapshot
@@ -69,7 +76,8 @@ def run_job(
     assert settings.output is not None, "a run has an output"
     progress = progress or QuietProgress()
     tally = Tally()
-    check_output(settings.output, settings.overwrite)
+    with unreadable_is_input_error(f"cannot write output {settings.output}"):
+        check_output(settings.output, settings.overwrite)
     with tally.timed("read"):
         rows = open_input(settings, window_rows)
     sampling = settings.sampling

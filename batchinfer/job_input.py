@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -27,6 +28,16 @@ class JobError(RuntimeError):
     """A job that had begun could not go on. The message names the rows."""
 
 
+@contextmanager
+def unreadable_is_input_error(what: str) -> Iterator[None]:
+    """The system's refusals (rights, broken links, disks) before a job begins are the user's to fix."""
+    try:
+        yield
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename else ""
+        raise InputError(f"{what}: {error.strerror or error}{place}") from error
+
+
 @dataclass(frozen=True)
 class InputRows:
     """Rows opened and checked: readable, not empty, columns there and of the right type."""
@@ -47,7 +58,9 @@ def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRo
     from batchinfer.dataset.columns import find_columns, row_param_names
     from batchinfer.dataset.source import WINDOW_ROWS, open_source
 
-    source = open_source(settings.prompts, limit=settings.limit)
+    with unreadable_is_input_error(f"cannot read {settings.prompts}"):
+        source = open_source(settings.prompts, limit=settings.limit)
+        windows = iter(source.windows(window_rows or WINDOW_ROWS))
     columns = find_columns(
         source.schema,
         prompt=settings.prompt_column,
@@ -57,8 +70,8 @@ def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRo
     )
     if settings.engine.policy == "priority" and columns.priority is None:
         raise InputError("--policy priority needs --priority-column, a column of numbers")
-    windows = iter(source.windows(window_rows or WINDOW_ROWS))
-    first = next(windows, None)  # read now: an empty input is known before the model loads
+    with unreadable_is_input_error(f"cannot read {settings.prompts}"):
+        first = next(windows, None)  # read now: an empty input is known before the model loads
     if first is None or first.num_rows == 0:
         raise InputError(f"{settings.prompts} has no rows; nothing to do")
     return InputRows(
@@ -73,13 +86,15 @@ def resolve_job(
     from batchinfer.dataset.prompts import check_can_build
     from batchinfer.models.source import resolve_model
 
-    model = (resolve or resolve_model)(settings.model)
+    with unreadable_is_input_error(f"cannot read model {settings.model}"):
+        model = (resolve or resolve_model)(settings.model)
+        tokenizer = model.tokenizer
     limit = settings.engine.max_model_len
     if limit is not None and limit > model.spec.max_position:
         raise InputError(
             f"--max-model-len {limit} is above the {model.spec.max_position} tokens that {settings.model} was made for"
         )
-    check_can_build(rows.columns, model.tokenizer, settings.system)
+    check_can_build(rows.columns, tokenizer, settings.system)
     return model, resolve_params(settings.sampling, model.generation_defaults, rows.row_fields)
 
 

@@ -203,6 +203,30 @@ def test_no_rows_is_an_error_before_the_weights_load(job: Job, tmp_path: Path) -
     assert job.num_loads == 0
 
 
+def test_a_model_that_may_not_be_read_is_refused_by_name(job: Job, tmp_path: Path) -> None:
+    def resolve(name: str) -> Any:
+        raise PermissionError(13, "Permission denied", "m/config.json")
+
+    settings = job_settings(
+        {"prompts": str(parquet(tmp_path / "p.parquet", prompt=["a"])), "model": "m", "output": str(job.output)},
+        {},
+        None,
+    )
+    with pytest.raises(InputError, match=r"^cannot read model m: Permission denied \(m/config.json\)$"):
+        run_job(settings, resolve=resolve)
+
+
+def test_an_output_that_may_not_be_looked_at_is_refused_by_name(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(path: Path, overwrite: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("batchinfer.output.writer.check_output", check)
+    with pytest.raises(InputError, match="^cannot write output .*out.parquet: Permission denied"):
+        job.run(parquet(tmp_path / "p.parquet", prompt=["a"]))
+
+
 def test_an_existing_output_is_kept_unless_overwrite(job: Job, tmp_path: Path) -> None:
     source = parquet(tmp_path / "p.parquet", prompt=["ab"])
     job.output.write_bytes(b"precious")
