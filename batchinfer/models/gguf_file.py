@@ -29,7 +29,9 @@ TENSOR_TYPES = frozenset(
 # GGUF value type -> struct code; 8 is a string and 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_CHUNK_ELEMENTS = 1 << 18  # dequantized at a time: the working set stays in the cache
+# Dequantized at a time, so that the working set stays in the cache and is not mapped anew for every chunk:
+# SmolLM2-135M takes 0.5 s on one core with 2^16, 0.8 s with 2^14 and 1.5 s with 2^18.
+_CHUNK_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class GGUFFile:
         self._map = _map_file(path)
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as e:
+        except (struct.error, ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as e:
             self.close()
             if isinstance(e, InputError):
                 raise

@@ -266,31 +266,35 @@ def embedded() -> ModelSource:
 
 
 def test_embedded_model_equals_the_gguf_packages_reading(embedded: ModelSource) -> None:
-    """Every tensor, through the slow reader and converter formulas written out here."""
+    """Three layers and the embedding, through the slow reader and the order of rows written out here."""
     import gguf
 
     weights = embedded.load_weights(torch.float32, torch.device("cpu"))
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(embedded.path).tensors}
     assert len(reader) == 272
 
-    def read(name: str, heads: int | None = None) -> torch.Tensor:
-        array = gguf.dequantize(reader[name].data, reader[name].tensor_type)
-        if heads:
-            half = array.shape[0] // heads // 2
-            order = [h * 2 * half + 2 * i + part for h in range(heads) for part in (0, 1) for i in range(half)]
-            array = array[order]
-        return torch.from_numpy(array.copy())
+    def expect(ours: torch.Tensor, *names: str) -> None:
+        parts = []
+        for name in names:
+            array = gguf.dequantize(reader[name].data, reader[name].tensor_type)
+            heads = {"attn_q": 9, "attn_k": 3}.get(name.split(".")[-2])
+            if heads:
+                half = array.shape[0] // heads // 2
+                array = array[
+                    [h * 2 * half + 2 * i + part for h in range(heads) for part in (0, 1) for i in range(half)]
+                ]
+            parts.append(array)
+        assert np.array_equal(ours.numpy(), np.concatenate(parts)), names
 
-    assert torch.equal(weights.embed, read("token_embd.weight"))
+    expect(weights.embed, "token_embd.weight")
     assert weights.lm_head is weights.embed
-    for i in range(0, 30, 7):
+    for i in (0, 13, 29):
         p, layer = f"blk.{i}.", weights.layers[i]
-        q, k, v = read(p + "attn_q.weight", 9), read(p + "attn_k.weight", 3), read(p + "attn_v.weight")
-        assert torch.equal(layer.qkv, torch.cat([q, k, v]))
-        assert torch.equal(layer.gate_up, torch.cat([read(p + "ffn_gate.weight"), read(p + "ffn_up.weight")]))
-        assert torch.equal(layer.down, read(p + "ffn_down.weight"))
-        assert torch.equal(layer.o, read(p + "attn_output.weight"))
-        assert torch.equal(layer.attn_norm, read(p + "attn_norm.weight"))
+        expect(layer.qkv, p + "attn_q.weight", p + "attn_k.weight", p + "attn_v.weight")
+        expect(layer.gate_up, p + "ffn_gate.weight", p + "ffn_up.weight")
+        expect(layer.down, p + "ffn_down.weight")
+        expect(layer.o, p + "attn_output.weight")
+        expect(layer.attn_norm, p + "attn_norm.weight")
 
 
 def test_embedded_spec(embedded: ModelSource) -> None:
@@ -299,3 +303,25 @@ def test_embedded_spec(embedded: ModelSource) -> None:
     assert (spec.vocab_size, spec.max_position, spec.rope.theta) == (49152, 8192, 100000.0)
     assert embedded.eos_token_ids == (2,)
     assert embedded.generation_defaults == {}
+
+
+def test_flipped_header_bytes_are_input_errors_or_harmless(gguf_model: Any, gguf_tensors: Any) -> None:
+    """No byte of the header, whatever it becomes, makes anything but an InputError or another readable file."""
+    path = gguf_model(gguf_tensors())
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(0, whole.index(b"blk.0.attn_q.weight"), 3):
+        data = bytearray(whole)
+        data[place] ^= 0xFF
+        path.write_bytes(data)
+        try:
+            resolve_model(str(path))
+        except InputError:
+            refused += 1
+    assert refused > 50
+
+
+def test_impossible_alignment(gguf_model: Any, gguf_tensors: Any) -> None:
+    path = gguf_model(gguf_tensors(), **{"general.alignment": 0})
+    with pytest.raises(InputError, match=r"tiny\.gguf"):
+        resolve_model(str(path))
