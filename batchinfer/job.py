@@ -83,12 +83,12 @@ def run_job(
     sampling = settings.sampling
     has = logprob_columns({**sampling.config, **sampling.flags}, rows.row_fields)  # the model sets none of these
     schema = output_schema(rows.schema, prefix=settings.output_prefix, **asdict(has))  # refuses a clash of names
-    with tally.timed("load"):
-        model, params = resolve_job(settings, rows, resolve)
-        progress.stage(f"loading {settings.model}")
-        engine = (engine_factory or _load_engine)(model, settings.engine)
-        digests = model_digests(model)
     try:
+        with tally.timed("load"):
+            model, params = resolve_job(settings, rows, resolve)
+            progress.stage(f"loading {settings.model}")
+            engine = (engine_factory or _load_engine)(model, settings.engine)
+            digests = model_digests(model)
         with ParquetOutput(settings.output, schema, settings.overwrite) as output:
             progress.stage(f"running {settings.prompts}")
             runner = _Runner(engine, output, tally, progress, check_interrupt, rows.source.num_rows)

@@ -212,7 +212,7 @@ def test_a_model_that_may_not_be_read_is_refused_by_name(job: Job, tmp_path: Pat
         {},
         None,
     )
-    with pytest.raises(InputError, match=r"^cannot read model m: Permission denied \(m/config.json\)$"):
+    with pytest.raises(InputError, match=r"^cannot read model m: Permission denied \(m/config\.json\)$"):
         run_job(settings, resolve=resolve)
 
 
@@ -223,7 +223,7 @@ def test_an_output_that_may_not_be_looked_at_is_refused_by_name(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("batchinfer.output.writer.check_output", check)
-    with pytest.raises(InputError, match="^cannot write output .*out.parquet: Permission denied"):
+    with pytest.raises(InputError, match=r"^cannot write output .*out\.parquet: Permission denied"):
         job.run(parquet(tmp_path / "p.parquet", prompt=["a"]))
 
 
