@@ -145,7 +145,7 @@ class ParquetOutput:
             self.abort()
             self._temporary.unlink(missing_ok=True)  # also where the writer could not be made
             if isinstance(error, OSError):
-                raise OutputError(error.errno, f"cannot write {self._path}: {error.strerror or error}") from error
+                raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error
             raise
 
     def __enter__(self) -> ParquetOutput:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -240,6 +242,33 @@ def test_every_type_comes_through(tmp_path: Path, window: int) -> None:
     assert pa.concat_tables(source.windows(window)).to_pylist() == table.to_pylist()
 
 
+class Celsius(pa.ExtensionType):
+    def __init__(self) -> None:
+        super().__init__(pa.float32(), "batchinfer.tests.celsius")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> Celsius:
+        return cls()
+
+
+def test_a_type_that_is_registered_between_opening_and_reading(tmp_path: Path) -> None:
+    """As importing datasets does for its own types."""
+    array = pa.ExtensionArray.from_storage(Celsius(), pa.array([1.5, None], pa.float32()))
+    pq.write_table(pa.table({"x": array}), tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"))
+    pa.register_extension_type(Celsius())
+    try:
+        (window,) = source.windows()
+    finally:
+        pa.unregister_extension_type("batchinfer.tests.celsius")
+    assert window.schema.equals(source.schema, check_metadata=True)
+    assert window.column("x").to_pylist() == [1.5, None]
+    assert window.schema.field("x").metadata[b"ARROW:extension:name"] == b"batchinfer.tests.celsius"
+
+
 def test_schema_metadata_is_kept(tmp_path: Path) -> None:
     table = pa.table({"id": [1]}).replace_schema_metadata({"huggingface": "{}", "own": "x"})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -296,3 +325,18 @@ def test_a_table_and_a_data_frame_in_memory() -> None:
         from_dataset(pd.DataFrame({"prompt": []}))
     with pytest.raises(TypeError, match="got list"):
         from_dataset(["a"])  # type: ignore[arg-type]
+
+
+def test_bad_input_is_known_without_heavy_imports(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 3)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}')
+    code = (
+        "import sys\n"
+        "from batchinfer.dataset.source import open_source\n"
+        "from batchinfer.dataset.prompts import build_prompts\n"
+        "from batchinfer.output.writer import ParquetOutput\n"
+        "for spec in sys.argv[1:]: list(open_source(spec).windows())\n"
+        "print({'torch', 'datasets', 'transformers'} & set(sys.modules))"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")]
+    assert subprocess.run(arguments, capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -105,7 +105,7 @@ def written(path: Path, table: pa.Table, samples: list[int], window: int) -> pa.
     return pq.read_table(path)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=tables(), data=st.data())
 def test_every_input_cell_is_equal(tmp_path: Path, table: pa.Table, data: st.DataObject) -> None:
     samples = data.draw(st.lists(st.integers(1, 3), min_size=table.num_rows, max_size=table.num_rows))

@@ -159,12 +159,17 @@ def test_metadata_of_start_and_finish(tmp_path: Path, complete) -> None:
 def test_a_hugging_face_dataset_comes_back_with_its_features(tmp_path: Path, complete, fail) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
-        {"label": datasets.ClassLabel(names=["no", "yes"]), "chat": [{"role": datasets.Value("string")}]}
+        {
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+            "chat": [{"role": datasets.Value("string")}],
+            "matrix": datasets.Array2D((2, 2), "int32"),
+        }
     )
-    rows = {"label": [0, 1, 1], "chat": [[{"role": "user"}], [], None]}
+    rows = {"label": [0, 1, 1], "chat": [[{"role": "user"}], [], None], "matrix": [[[i, 1], [2, 3]] for i in range(3)]}
     dataset = datasets.Dataset.from_dict(rows, features=features)
     path = tmp_path / "out.parquet"
-    completions = [complete(0, logprobs=[-1.0] * 3, top_logprobs=[[(1, -1.0)]] * 3), fail(1), complete(2)]
+    scored = complete(0, logprobs=[-1.0] * 3, top_logprobs=[[(1, -1.0)]] * 3)
+    completions = [scored, fail(1), complete(2), complete(2, 1)]
     schema = output_schema(dataset.features.arrow_schema, logprobs=True, top_logprobs=True)
     with ParquetOutput(path, schema) as output:
         output.write_window(dataset.with_format("arrow")[:], 0, completions)
@@ -177,8 +182,9 @@ def test_a_hugging_face_dataset_comes_back_with_its_features(tmp_path: Path, com
     assert loaded.features["top_logprobs"] == datasets.List(
         datasets.List({"token_id": datasets.Value("int32"), "logprob": datasets.Value("float32")})
     )
-    assert list(loaded["output"]) == ["row 0 sample 0", None, "row 2 sample 0"]
-    assert [error and error["code"] for error in loaded["error"]] == [None, "prompt_null", None]
+    assert list(loaded["output"]) == ["row 0 sample 0", None, "row 2 sample 0", "row 2 sample 1"]
+    assert [error and error["code"] for error in loaded["error"]] == [None, "prompt_null", None, None]
+    assert list(loaded["matrix"]) == [[[i, 1], [2, 3]] for i in (0, 1, 2, 2)]
 
 
 def test_pandas_reads_it(tmp_path: Path, complete) -> None:
