@@ -108,21 +108,24 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, 
         blocks[:, targets] = blocks[:, sources]
 
 
-class TileItems(NamedTuple):
-    """Equally shaped pieces of one tile position: M query tokens against one 64-token tile each."""
+class Mask(NamedTuple):
+    """Which keys of a tile the queries of items [begin, end) see."""
+
+    begin: int
+    end: int
+    hidden: Tensor  # [end - begin, 1, M, 1, 64] bool: True where the query does not see the key
+
+
+class Wave(NamedTuple):
+    """Equally wide items whose lists of 64-token tiles are walked at the same time, longest first."""
 
     rows: Tensor  # [items, M] int64: query tokens; the number of tokens stands for padding
-    groups: Tensor  # [items, 4] int64: the tile's 16-token groups in the cache
-    mask: Tensor | None  # [items, M, 64] bool: True where the query sees the key; None: everywhere
+    groups: Tensor  # [items, longest, 4] int64: each tile's 16-token groups in the cache
+    num_active: list[int]  # [longest]: the first so many items have a k-th tile
+    masks: list[Mask | None]  # [longest]
 
 
-def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    steps: list[list[TileItems]],
-    scale: float,
-) -> Tensor:
+def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, waves: list[Wave], scale: float) -> Tensor:
     """Softmax attention of each query token over the KV on its path from the root of the prefix tree.
 
     KV is walked in tiles of 64 tokens at fixed absolute positions. The state (running maximum, sum,
@@ -133,7 +136,7 @@ def tree_attention(
     Args:
         q: [tokens, heads, head_dim].
         k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer.
-        steps: the plan, by tile position; see TileItems.
+        waves: the plan; a token's tiles come in order.
         scale: multiplies the scores.
 
     Returns:
@@ -145,59 +148,61 @@ def tree_attention(
     # One more row, which padding reads and writes.
     wide = torch.zeros((num_tokens + 1, num_kv_heads, per_group, dim), dtype=torch.float32, device=q.device)
     torch.mul(q.view(num_tokens, num_kv_heads, per_group, dim), scale, out=wide[:num_tokens])
-    top = torch.full(wide.shape[:3], LOWEST, dtype=torch.float32, device=q.device)
-    total = torch.zeros_like(top)
-    acc = torch.zeros_like(wide)
+    state = _State(
+        top=torch.full(wide.shape[:3], LOWEST, dtype=torch.float32, device=q.device),
+        total=torch.zeros(wide.shape[:3], dtype=torch.float32, device=q.device),
+        acc=torch.zeros_like(wide),
+    )
     k_groups = k_cache.view(-1, 16, num_kv_heads, dim)
     v_groups = v_cache.view(-1, 16, num_kv_heads, dim)
-    for step in steps:
-        for items in step:
-            _attend_tile(wide, k_groups, v_groups, items, top, total, acc)
-    out = acc[:num_tokens] / total[:num_tokens, ..., None]
+    for wave in waves:
+        _attend(wide, k_groups, v_groups, wave, state)
+    out = state.acc[:num_tokens] / state.total[:num_tokens, ..., None]
     return out.to(q.dtype).view(num_tokens, num_heads * dim)
 
 
-def _attend_tile(
-    q: Tensor, k_groups: Tensor, v_groups: Tensor, items: TileItems, top: Tensor, total: Tensor, acc: Tensor
-) -> None:
-    """Advance the state of the items' query tokens by one tile."""
-    num_items, num_rows = items.rows.shape
+class _State(NamedTuple):
+    """Of the softmax of each query head, over the tiles met so far."""
+
+    top: Tensor  # [..., lanes]
+    total: Tensor  # [..., lanes]
+    acc: Tensor  # [..., lanes, dim]
+
+
+def _attend(q: Tensor, k_groups: Tensor, v_groups: Tensor, wave: Wave, state: _State) -> None:
+    """Advance the state of the wave's query tokens over its tiles."""
+    num_items, num_rows = wave.rows.shape
     _, num_kv_heads, per_group, dim = q.shape
-    batch, lanes = num_items * num_kv_heads, num_rows * per_group
+    lanes = num_rows * per_group
     pad = -lanes % 4  # bmm gives the same bits for every row count that is a multiple of 4
 
-    def lanes_of(x: Tensor) -> Tensor:  # [tokens + 1, kv, G, ...] -> [items * kv, M * G, ...]
-        picked = x[items.rows].transpose(1, 2)
-        return picked.reshape(batch, lanes, *x.shape[3:])
+    def lanes_of(x: Tensor) -> Tensor:  # [tokens + 1, kv, G, ...] -> [items * kv, M * G (+ pad), ...]
+        picked = x[wave.rows].transpose(1, 2).reshape(num_items * num_kv_heads, lanes, *x.shape[3:])
+        return F.pad(picked, (0, 0) * (picked.dim() - 2) + (0, pad)) if pad else picked
 
-    def tile_of(groups: Tensor) -> Tensor:  # -> [items * kv, 64, dim] fp32
-        tile = groups[items.groups].flatten(1, 2).transpose(1, 2)
-        return tile.float().reshape(batch, -1, dim)
-
-    query = lanes_of(q)
-    if pad:
-        query = F.pad(query, (0, 0, 0, pad))
-    scores = torch.bmm(query, tile_of(k_groups).transpose(1, 2))[:, :lanes]
-    if items.mask is not None:
-        hidden = ~items.mask[:, None, :, None, :]
-        shaped = scores.view(num_items, num_kv_heads, num_rows, per_group, -1)
-        scores = shaped.masked_fill(hidden, float("-inf")).view(batch, lanes, -1)
-    old_top = lanes_of(top)
-    new_top = torch.maximum(old_top, scores.amax(-1))
-    weights = torch.exp((scores - new_top[..., None]).contiguous())
-    correction = torch.exp(old_top - new_top)
-    new_total = lanes_of(total) * correction + weights.sum(-1)
-    if pad:
-        weights = F.pad(weights, (0, 0, 0, pad))
-    values = torch.bmm(weights, tile_of(v_groups))[:, :lanes]
-    new_acc = lanes_of(acc) * correction[..., None] + values
-
-    def put(x: Tensor, new: Tensor) -> None:
-        x[items.rows] = new.view(num_items, num_kv_heads, num_rows, per_group, *x.shape[3:]).transpose(1, 2)
-
-    put(top, new_top)
-    put(total, new_total)
-    put(acc, new_acc)
+    query, local = lanes_of(q), _State(*(lanes_of(x) for x in state))
+    for k, active in enumerate(wave.num_active):
+        head = active * num_kv_heads
+        keys, values = (
+            groups[wave.groups[:active, k]].flatten(1, 2).transpose(1, 2).float().reshape(head, -1, dim)
+            for groups in (k_groups, v_groups)
+        )
+        scores = torch.bmm(query[:head], keys.transpose(1, 2))
+        mask = wave.masks[k]
+        if mask is not None:
+            part = scores[mask.begin * num_kv_heads : mask.end * num_kv_heads, :lanes]
+            shape = (mask.end - mask.begin, num_kv_heads, num_rows, per_group, part.shape[-1])
+            part.unflatten(0, shape[:2]).unflatten(2, shape[2:4]).masked_fill_(mask.hidden, float("-inf"))
+        top, total, acc = (x[:head] for x in local)
+        new_top = torch.maximum(top, scores.amax(-1))
+        weights = scores.sub_(new_top[..., None]).exp_()
+        correction = torch.exp(top - new_top)
+        top.copy_(new_top)
+        total.mul_(correction).add_(weights.sum(-1))
+        acc.mul_(correction[..., None]).add_(torch.bmm(weights, values))
+    for x, new in zip(state, local, strict=True):
+        kept = new[:, :lanes] if pad else new
+        x[wave.rows] = kept.reshape(num_items, num_kv_heads, num_rows, per_group, *x.shape[3:]).transpose(1, 2)
 
 
 def head_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:

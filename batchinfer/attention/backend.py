@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.attention.tree import RaggedBatch, plan_tiles
+from batchinfer.attention.tree import RaggedBatch, WavePlan, plan_waves
 from batchinfer.kernels import reference
 
 
@@ -30,24 +31,20 @@ class ReferenceAttention:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._steps: dict[int | None, list[list[reference.TileItems]]] = {}
+        self._waves: dict[int | None, list[reference.Wave]] = {}
 
     def plan(self, batch: RaggedBatch, windows: frozenset[int | None]) -> None:
-        def put(array: object) -> Tensor:
-            return torch.as_tensor(array, device=self.device)
+        self._waves = {window: [self._to_device(wave) for wave in plan_waves(batch, window)] for window in windows}
 
-        self._steps = {
-            window: [
-                [
-                    reference.TileItems(
-                        put(piece.rows), put(piece.groups), None if piece.mask is None else put(piece.mask)
-                    )
-                    for piece in pieces
-                ]
-                for pieces in plan_tiles(batch, window)
-            ]
-            for window in windows
-        }
+    def _to_device(self, wave: WavePlan) -> reference.Wave:
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device)
+
+        masks = [
+            None if mask is None else reference.Mask(mask.begin, mask.end, put(~mask.visible[:, None, :, None]))
+            for mask in wave.masks
+        ]
+        return reference.Wave(put(wave.rows), put(wave.groups), wave.num_active, masks)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
-        return reference.tree_attention(q, k_cache, v_cache, self._steps[window], scale)
+        return reference.tree_attention(q, k_cache, v_cache, self._waves[window], scale)
