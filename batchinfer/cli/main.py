@@ -53,6 +53,8 @@ def _exit_code(call: Callable[[], Any], *, debug: bool) -> int:
     except (Interrupted, KeyboardInterrupt) as error:
         return _fail(getattr(error, "exit_code", 130), _text(error) or "interrupted")
     except Exception as error:
+        if type(error).__name__ == "Abort":  # what older versions of typer make of SIGINT
+            return _fail(130, "interrupted")
         if debug:
             traceback.print_exc()
         if isinstance(error, InputError):

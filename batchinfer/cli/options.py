@@ -29,6 +29,7 @@ Prompts = Annotated[
         metavar="PROMPTS",
         help="Parquet file, folder or glob; JSONL; OpenAI Batch JSONL; hf:NAME[:CONFIG]@SPLIT; a saved dataset.",
         show_default=False,
+        rich_help_panel=INPUT,
     ),
 ]
 PromptColumn = Annotated[

@@ -75,7 +75,8 @@ def run(
         finally:
             progress.close()
     if json:
-        print(summary.to_text(), file=sys.stderr)
+        if not quiet:
+            print(summary.to_text(), file=sys.stderr)
         print_json(summary.to_dict())
     else:
         print_data(summary.to_text())
