@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Features, Image, List, Sequence, Value
 from fakes import FakeEngine, FakeModelSource
+from tiny_models import tiny_engine
 
 from batchinfer.errors import InputError
 from batchinfer.pipeline import generate_dataset
@@ -188,3 +189,17 @@ def test_a_prefix_resolves_a_clash() -> None:
     dataset = datasets.Dataset.from_dict({"prompt": ["a"], "output": ["mine"]})
     result = generate_dataset(FakeEngine(), dataset, output_prefix="bi_")
     assert (result["output"][0], result["bi_output"][0]) == ("mine", "a")
+
+
+def test_the_real_engine_gives_what_generate_gives() -> None:
+    engine = tiny_engine()
+    texts = ["shared beginning, then one", "shared beginning, then two", "", "another"]
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=3)
+    frame = pd.DataFrame({"prompt": texts, "id": ["a", "b", "c", "d"]})
+    result = engine.generate_dataset(frame, params)
+    expected = engine.generate(texts, params, ids=["a", "b", "c", "d"])
+    assert [list(ids) if ids is not None else None for ids in result["output_token_ids"]] == [
+        None if samples[0].error else samples[0].token_ids for samples in expected
+    ]
+    assert result["error"][2]["code"] == "prompt_empty"
+    assert len(engine.generate_dataset(datasets.Dataset.from_pandas(frame), params, id_column="id")) == 4

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from batchinfer.cli.main import app
 from batchinfer.config import EngineConfig
-from batchinfer.settings import SETTINGS
+from batchinfer.settings import SETTINGS, job_settings, load_config
 from batchinfer.types import DEFAULT_MAX_TOKENS
 
 ALL_OPTIONS = """
@@ -313,4 +313,13 @@ def test_every_option_is_in_the_documentation(repo_root: Path) -> None:
     for setting in SETTINGS.values():
         for flag in setting.flag.split("/"):
             assert f"`{flag}" in text, flag
-        assert setting.config_name in text or f"| `{setting.key}`" in text or f"`{setting.key}`" in text
+        assert f"| `{setting.key}` |" in text, setting.config_name
+
+
+def test_the_documented_config_file_is_valid_and_has_every_key(repo_root: Path, tmp_path: Path) -> None:
+    text = (repo_root / "docs" / "run.md").read_text(encoding="utf-8")
+    example = text.split("```toml\n")[1].split("```")[0]
+    (tmp_path / "run.toml").write_text(re.sub(r"(?m)^# (?=\w+ = )", "", example))
+    assert set(load_config(tmp_path / "run.toml")) == set(SETTINGS)
+    (tmp_path / "run.toml").write_text(example)
+    job_settings({}, load_config(tmp_path / "run.toml"), tmp_path / "run.toml")
