@@ -181,7 +181,8 @@ class Scheduler:
         parked = [seq for node in self.cache.nodes.values() for seq in node.waiters]
         assert len(parked) == self.num_parked
         for seq in [*self.waiting, *parked]:
-            assert not seq.is_running and not seq.blocks
+            assert not seq.is_running
+            assert not seq.blocks
             assert seq.num_computed == 0
             for index in seq.path:
                 below[index] = below.get(index, 0) + 1

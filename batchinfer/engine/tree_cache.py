@@ -50,7 +50,8 @@ class SharedNode:
         return int(self.uses[at]) if at < len(self.uses) else int(self.uses[-1]) + (1 << 30)
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """What a computed node gives to a sequence. Taken before admission, which may free the node."""
 
     index: int
