@@ -37,6 +37,9 @@ class _Group(TyperGroup):
         if not sys.stderr.isatty():  # their bars redraw with carriage returns, which bloats logs
             os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        # Read when torch is loaded. Threads that spin while they wait for the next kernel take the cores
+        # away from those that compute: on a busy machine a step then takes several times as long.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         call_main = super().main
         code = _exit_code(
             lambda: call_main(argv, prog_name or "batchinfer", complete_var, standalone_mode=False, **extra),
