@@ -47,10 +47,6 @@ class BlockPool:
             if not self.refs[block]:
                 self._free.append(block)
 
-    def num_freed_by(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` would become free if one owner released them."""
-        return sum(1 for block in blocks if self.refs[block] == 1)
-
     def check_integrity(self, owners: Iterable[Iterable[int]]) -> None:
         """Assert that the counts are those of `owners` (each a list of blocks) and that nothing leaked."""
         counts = np.zeros(self.num_blocks, dtype=np.int32)

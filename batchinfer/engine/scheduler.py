@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -43,13 +43,18 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # Every running sequence must be able to advance in every step.
         self.max_num_seqs = min(max_num_seqs, max_batch_tokens)
-        self.waiting: deque[Sequence] = deque(sorted(sequences, key=lambda seq: seq.order))
+        self._waiting = [(seq.order, seq) for seq in sequences]  # a heap: orders are distinct
+        heapq.heapify(self._waiting)
         self.num_parked = 0  # sequences that wait for a node, on its own list
         self.running: list[Sequence] = []  # in the order of admission
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self.num_parked
+        return len(self._waiting) + self.num_parked
+
+    def waiting_in_order(self) -> list[Sequence]:
+        """Sequences that wait for a place, those that wait for a node left out."""
+        return [seq for _, seq in sorted(self._waiting)]
 
     def has_work(self) -> bool:
         return bool(self.running) or self.num_waiting > 0
@@ -96,16 +101,18 @@ class Scheduler:
         return True
 
     def _now(self) -> int:
-        return self.waiting[0].order if self.waiting else 0
+        """Place in the order of the first sequence that waits, be it for a node."""
+        computing = (self.cache.nodes[index] for seq in self.running for index in seq.path)
+        parked = [seq.order for node in computing for seq in node.waiters]
+        return min([*(order for order, _ in self._waiting[:1]), *parked], default=0)
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
         self._leave(seq)
         seq.num_preempted += 1
         seq.num_computed = seq.num_cached = 0
         step.preempted.append(seq)
-        released = self.cache.on_stopped(seq, will_return=True)
-        self.waiting.appendleft(seq)
-        self._return_to_queue(released)
+        heapq.heappush(self._waiting, (seq.order, seq))
+        self._return_to_queue(self.cache.on_stopped(seq, will_return=True))
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -115,18 +122,19 @@ class Scheduler:
 
     def _return_to_queue(self, released: list[Sequence]) -> None:
         self.num_parked -= len(released)
-        for seq in sorted(released, key=lambda seq: seq.order, reverse=True):
-            self.waiting.appendleft(seq)
+        for seq in released:
+            heapq.heappush(self._waiting, (seq.order, seq))
 
     def _admit_waiting(self, step: Step) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs:
+        while self._waiting and len(self.running) < self.max_num_seqs:
             budget = self.max_batch_tokens - step.num_tokens
             if budget <= 0:
                 return
-            seq = self.waiting[0]
+            seq = self._waiting[0][1]
             match = self.cache.match(seq)
             if match.blocked_on is not None:
-                match.blocked_on.waiters.append(self.waiting.popleft())
+                heapq.heappop(self._waiting)
+                match.blocked_on.waiters.append(seq)
                 self.num_parked += 1
                 continue
             num_tokens = min(seq.num_tokens - match.num_cached, budget)
@@ -134,9 +142,10 @@ class Scheduler:
                 if self.running:
                     return
                 # Alone, and the kept prefix itself is in the way (its tail block is copied, not shared).
+                assert match.spans, f"{seq.num_tokens} tokens do not fit into {self.pool.num_blocks=}"
                 self.cache.evict(self.pool.num_blocks, self._now())
                 continue
-            self.waiting.popleft()
+            heapq.heappop(self._waiting)
             self._admit(seq, match, num_tokens, step)
 
     def _make_room(self, match: Match, num_tokens: int) -> bool:
@@ -180,7 +189,7 @@ class Scheduler:
         below: dict[int, int] = {}
         parked = [seq for node in self.cache.nodes.values() for seq in node.waiters]
         assert len(parked) == self.num_parked
-        for seq in [*self.waiting, *parked]:
+        for seq in [*self.waiting_in_order(), *parked]:
             assert not seq.is_running
             assert not seq.blocks
             assert seq.num_computed == 0

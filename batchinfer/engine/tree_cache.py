@@ -14,6 +14,7 @@ which harms nobody: positions from the end on are never read through the node.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -78,6 +79,9 @@ class TreeCache:
         self.block_size = block_size
         self.nodes = {node.index: node for node in nodes}
         self.computed: set[int] = set()
+        self._children: dict[int, list[int]] = {}
+        for node in self.nodes.values():
+            self._children.setdefault(node.parent, []).append(node.index)
 
     def match(self, seq: Sequence) -> Match:
         """The longest computed part of the sequence's path. Changes nothing."""
@@ -160,14 +164,6 @@ class TreeCache:
         waiters, node.waiters = node.waiters, []
         return waiters
 
-    def forget(self, seq: Sequence) -> None:
-        """A waiting sequence will never run: its nodes need not be kept for it."""
-        for index in seq.path:
-            node = self.nodes[index]
-            node.num_pending -= 1
-            if node.blocks is not None and not node.num_pending:
-                self._drop(node)
-
     def evict(self, num_blocks: int, now: int, keep: Iterable[int] = ()) -> None:
         """Free at least `num_blocks` more if nodes outside `keep` allow it, furthest next use first."""
         kept = set(keep)
@@ -180,17 +176,22 @@ class TreeCache:
         for node in order:
             if self.pool.num_free >= target:
                 return
-            if node.blocks is not None and self.pool.num_freed_by(node.blocks):
-                self._evict_subtree(node)
+            # Descendants are of no use without the blocks above them.
+            below = self._computed_subtree(node) if node.blocks is not None else []
+            if self._frees_any(below):
+                for one in below:
+                    self._drop(one)
 
-    def _evict_subtree(self, node: SharedNode) -> None:
-        # Descendants are of no use without the blocks above them.
-        below = {node.index}
-        for index in sorted(self.computed):  # parents have lower numbers than children
-            if self.nodes[index].parent in below:
-                below.add(index)
-        for index in below:
-            self._drop(self.nodes[index])
+    def _computed_subtree(self, node: SharedNode) -> list[SharedNode]:
+        found = [node]
+        for one in found:
+            found += [self.nodes[index] for index in self._children.get(one.index, ()) if index in self.computed]
+        return found
+
+    def _frees_any(self, nodes: list[SharedNode]) -> bool:
+        """Would a block be free if these nodes gave theirs back? Parent and child may hold the same one."""
+        holders = Counter(block for node in nodes for block in node.blocks or ())
+        return any(self.pool.refs[block] == count for block, count in holders.items())
 
     def _drop(self, node: SharedNode) -> None:
         assert node.blocks is not None
