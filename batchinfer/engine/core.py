@@ -18,7 +18,7 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.tree_cache import Match, TreeCache
 from batchinfer.engine.window import WindowPlan
-from batchinfer.models.decoder import KVCache, LanguageModel
+from batchinfer.models.decoder import FusedHead, KVCache, LanguageModel
 from batchinfer.types import Completion, ErrorCode, FinishReason, RowError
 
 #: fp32 logits held at a time while sampling: 64 MiB.
@@ -46,6 +46,7 @@ class WindowRun:
     """Runs one planned window to its end; iterate over it for completions in the order they finish.
 
     Args:
+        plan: its sequences are taken out, so that nothing is kept of those that have ended.
         check: assert every invariant of scheduler, cache and pool after each step. For tests.
     """
 
@@ -70,8 +71,10 @@ class WindowRun:
         self.pool = BlockPool(num_blocks)
         self.cache = TreeCache(self.pool, kv.block_size, plan.nodes)
         self.scheduler = Scheduler(plan.sequences, self.cache, self.pool, limits.max_batch_tokens, limits.max_num_seqs)
+        plan.sequences.clear()
         max_blocks = -(-limits.max_model_len // kv.block_size)
         self.batch = PersistentBatch(self.scheduler.max_num_seqs, max_blocks, kv.block_size, model.device)
+        self._fused = model if isinstance(model, FusedHead) else None
         self._max_rows = max(16, MAX_LOGITS // model.spec.vocab_size)
 
     def run(self, on_step: Callable[[EngineStats], None] | None = None) -> Iterator[Completion]:
@@ -88,6 +91,7 @@ class WindowRun:
         step = self.scheduler.schedule()
         self._apply(step)
         hidden = self.model.forward(self.batch.inputs(step.scheduled), self.kv)
+        self._note_non_finite(step, hidden)
         self._score_prompts(step, hidden)
         ends, sampling = [], []
         at = 0
@@ -116,9 +120,28 @@ class WindowRun:
         if step.copies:
             self.kv.copy_blocks(step.copies)
         if self.saw_non_finite:
-            # A freed block may hold NaN, which a masked key would turn into 0 * NaN for its next owner.
-            copied = {target for _, target in step.copies}
-            self.kv.clear_blocks([block for block in step.taken if block not in copied])
+            self._clear_masked(step)
+
+    # A key that is masked still meets its value as 0 * v, so NaN must not lie behind a row's tokens in its blocks.
+
+    def _note_non_finite(self, step: Step, hidden: Tensor) -> None:
+        """NaN or infinity in a token's KV shows in its hidden state too. What such a row computed is not shared."""
+        is_finite = torch.isfinite(hidden).all(-1).cpu()
+        if is_finite.all():
+            return
+        self.saw_non_finite = True
+        at = 0
+        for seq, num_tokens in step.scheduled:
+            seq.is_finite &= bool(is_finite[at : at + num_tokens].all())
+            at += num_tokens
+
+    def _clear_masked(self, step: Step) -> None:
+        copied = {target for _, target in step.copies}
+        self.kv.clear_blocks([block for block in step.taken if block not in copied])
+        for seq, match in step.admitted:
+            num_whole, num_rest = divmod(match.num_cached, self.kv.block_size)
+            if num_rest:  # whoever computed the shared node went on in the block that was copied
+                self.kv.clear_blocks([seq.blocks[num_whole]], begin=num_rest)
 
     # Prompt logprobs. The logprob of the token at position p comes from the hidden state at p - 1; at
     # the border of a shared node that state is kept with the node.
@@ -173,24 +196,46 @@ class WindowRun:
             values = values[end - begin :]
 
     def _sample(self, hidden: Tensor, seqs: list[Sequence]) -> list[Ended]:
-        finished: list[Ended] = []
-        for begin in range(0, len(seqs), self._max_rows):
-            part = seqs[begin : begin + self._max_rows]
-            logits = self.model.logits(hidden[begin : begin + self._max_rows])
-            drawn = self.sampler(logits, part, self.batch)
+        """Draw the next token of each sequence from its hidden state; those that end with it."""
+        plain = [row for row, seq in enumerate(seqs) if self._fused is not None and seq.is_plain]
+        finished = self._draw_greedy(hidden[plain], [seqs[row] for row in plain]) if plain else []
+        is_plain = set(plain)
+        rest = [row for row in range(len(seqs)) if row not in is_plain]
+        for begin in range(0, len(rest), self._max_rows):
+            rows = rest[begin : begin + self._max_rows]
+            part = [seqs[row] for row in rows]
+            drawn = self.sampler(self.model.logits(hidden[rows]), part, self.batch)
             for row, seq in enumerate(part):
-                if not drawn.is_finite[row]:
-                    self.saw_non_finite = True
-                    finished.append(Ended(seq, FinishReason.ERROR, _non_finite(seq)))
-                    continue
-                logprob, top = drawn.logprobs[row], drawn.top_logprobs[row]
-                if logprob is not None and top is not None:
-                    seq.logprobs.append(logprob)
-                    seq.top_logprobs.append(top)
-                reason = self._append(seq, drawn.token_ids[row])
-                if reason is not None:
-                    finished.append(Ended(seq, reason, None))
+                finished += self._take(
+                    seq, drawn.token_ids[row], drawn.is_finite[row], drawn.logprobs[row], drawn.top_logprobs[row]
+                )
         return finished
+
+    def _draw_greedy(self, hidden: Tensor, seqs: list[Sequence]) -> list[Ended]:
+        """Rows whose token is the plain argmax: no logits are written."""
+        assert self._fused is not None
+        wants_logprobs = any(seq.params.logprobs is not None for seq in seqs)
+        drawn = self._fused.greedy(hidden, self.sampler.num_ids, wants_logprobs=wants_logprobs)
+        logprobs = [None] * len(seqs) if drawn.logprobs is None else drawn.logprobs.tolist()
+        finished: list[Ended] = []
+        for seq, token_id, logprob, is_finite in zip(
+            seqs, drawn.token_ids.tolist(), logprobs, drawn.is_finite.tolist(), strict=True
+        ):
+            finished += self._take(seq, token_id, is_finite, logprob, [])
+        return finished
+
+    def _take(
+        self, seq: Sequence, token_id: int, is_finite: bool, logprob: float | None, top: list[tuple[int, float]] | None
+    ) -> list[Ended]:
+        """Add a drawn token to its sequence; the sequence, if it ends."""
+        if not is_finite:
+            self.saw_non_finite = True
+            return [Ended(seq, FinishReason.ERROR, _non_finite(seq))]
+        if seq.params.logprobs is not None and logprob is not None:
+            seq.logprobs.append(logprob)
+            seq.top_logprobs.append(top or [])
+        reason = self._append(seq, token_id)
+        return [] if reason is None else [Ended(seq, reason, None)]
 
     def _append(self, seq: Sequence, token_id: int) -> FinishReason | None:
         """Add the token; why the sequence ends with it, if it does."""

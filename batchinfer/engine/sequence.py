@@ -39,6 +39,7 @@ class Sequence:
     is_running: bool = False  # the scheduler's
     slot: int = -1  # the persistent batch's row; -1: none
     num_preempted: int = 0
+    is_finite: bool = True  # False: a hidden state was NaN or infinite, so its KV is not for others
 
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -62,6 +63,22 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    @property
+    def is_plain(self) -> bool:
+        """The next token is the argmax of the raw logits, and nothing but its logprob is asked for.
+
+        It depends on the row alone: a row takes the same way through the head in any company.
+        """
+        params = self.params
+        return (
+            params.temperature == 0
+            and self.num_output >= params.min_tokens
+            and params.repetition_penalty == 1
+            and not params.presence_penalty
+            and not params.frequency_penalty
+            and (params.logprobs is None or (params.logprobs == 0 and params.logprobs_mode == "raw"))
+        )
 
     @property
     def is_decoding(self) -> bool:

@@ -137,7 +137,7 @@ class TreeCache:
                 continue
             node.computing = None
             # An evicted parent leaves a gap above; the next sequence computes both.
-            if node.num_pending and (not node.parent or node.parent in self.computed):
+            if seq.is_finite and node.num_pending and (not node.parent or node.parent in self.computed):
                 node.blocks = seq.blocks[node.start // self.block_size : -(-node.end // self.block_size)]
                 self.pool.share(node.blocks)
                 self.computed.add(index)

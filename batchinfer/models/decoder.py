@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,10 +52,11 @@ class KVCache:
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.k.device).unbind(1)
         reference.copy_kv(self.k, self.v, sources, targets, self.block_size)
 
-    def clear_blocks(self, blocks: list[int]) -> None:
+    def clear_blocks(self, blocks: list[int], begin: int = 0) -> None:
+        """Zero the positions of these blocks from `begin` on, in every layer."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
         for cache in (self.k, self.v):
-            cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index] = 0
+            cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index, begin:] = 0
 
 
 class LanguageModel(Protocol):
@@ -73,6 +74,23 @@ class LanguageModel(Protocol):
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor) -> reference.TargetLogprobs:
         """Log-probability of each target [rows] int64, logits never all held at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyDraw:
+    """The most probable id of each row."""
+
+    token_ids: Tensor  # [rows] int; the lowest of equals
+    logprobs: Tensor | None  # [rows] fp32 raw log-probability, if asked for
+    is_finite: Tensor  # [rows] bool; False: some logit was NaN or infinite
+
+
+@runtime_checkable
+class FusedHead(Protocol):
+    """A model that can draw greedy tokens without writing logits."""
+
+    def greedy(self, hidden: Tensor, num_ids: int, *, wants_logprobs: bool) -> GreedyDraw:
+        """hidden [rows, hidden_size], any number of rows; ids from num_ids on are not drawn."""
 
 
 class Decoder:

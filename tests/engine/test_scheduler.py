@@ -212,7 +212,6 @@ def test_a_span_that_ends_at_a_block_border_needs_no_copy() -> None:
 
 def test_a_child_node_lies_over_the_tail_block_of_its_parent() -> None:
     # Spans [0, 6) and [6, 9), as in the docstring of the tree cache; a row that leaves after each.
-    stem = [1, 2, 3, 4, 5, 6]
     drive = Drive(
         [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8, 8, 8, 1], [1, 2, 3, 4, 5, 6, 8, 8, 8, 2]], [9, 9, 9], 20
     )
