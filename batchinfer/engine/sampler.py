@@ -101,7 +101,8 @@ def _draw(logits: Tensor, seqs: list[Sequence], slots: np.ndarray, batch: Persis
 
     keys = column(batch.stream_key[slots])
     at = column(np.fromiter((seq.num_output for seq in seqs), np.int64, len(seqs)))
-    scaled = logits / column(batch.temperature[slots])[:, None]
+    # From the maximum, so that a low temperature cannot make it infinite.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / column(batch.temperature[slots])[:, None]
     token_ids = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
     top_k, top_p, min_p = batch.top_k[slots], batch.top_p[slots], batch.min_p[slots]
     is_cut = (top_k > 0) | (top_p < 1) | (min_p > 0)
