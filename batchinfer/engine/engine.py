@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from batchinfer.engine.window import WindowPlan, WindowPlanner
 from batchinfer.errors import InputError
 from batchinfer.models.decoder import Decoder, KVCache, LanguageModel
 from batchinfer.models.source import ModelSource, resolve_model
+from batchinfer.models.spec import DecoderSpec
+from batchinfer.models.weights import DecoderWeights
 from batchinfer.types import (
     Completion,
     ErrorCode,
@@ -56,7 +59,7 @@ class Engine:
         dtype = choose_dtype(config.dtype, source.spec.dtype, device)
         max_model_len = _max_model_len(config.max_model_len, source)
         torch.set_num_threads(config.threads or num_physical_cores())
-        decoder = Decoder(source.spec, source.load_weights(dtype, device), ReferenceAttention, max_model_len)
+        decoder = _make_decoder(source.spec, source.load_weights(dtype, device), max_model_len)
         self._set_up(decoder, source.tokenizer, source.eos_token_ids, max_model_len, config)
         self.source: ModelSource | None = source
         self.default_params = SamplingParams.from_mapping(source.generation_defaults)
@@ -132,8 +135,9 @@ class Engine:
         self.stats = stats
         began = time.perf_counter()
         planner = WindowPlanner(self.tokenizer, self.max_model_len, config.policy, prefix_sharing=config.prefix_sharing)
-        plan = planner.plan(self._refuse_unfit(prompt) for prompt in prompts)
-        kv = self._make_kv(plan)
+        most_blocks = self._most_blocks()
+        plan = planner.plan(self._refuse_unfit(prompt, most_blocks) for prompt in prompts)
+        kv = self._make_kv(plan, most_blocks)
         stats.num_prompt_tokens = plan.num_prompt_tokens
         stats.num_prompt_tokens_shareable = plan.num_shareable_tokens
         stats.num_kv_blocks = kv.k.shape[1] // kv.block_size
@@ -160,20 +164,19 @@ class Engine:
             self.stats.num_rows_done += 1
             self.stats.num_rows_failed += completion.error is not None
 
-    def _refuse_unfit(self, prompt: Prompt) -> Prompt:
+    def _refuse_unfit(self, prompt: Prompt, most_blocks: int) -> Prompt:
         """A row that would not fit even if it ran alone gets its error before anything runs."""
-        pool_bytes = self.config.kv_memory_bytes or self._kv_limit_bytes()
         num_tokens = min(len(prompt.token_ids) + prompt.params.max_tokens, self.max_model_len) - 1
         needed = -(-num_tokens // self.config.block_size)
-        available = pool_bytes // self._bytes_per_block()
-        if prompt.error is None and needed > available:
-            message = (
-                f"{len(prompt.token_ids)} prompt tokens and max_tokens {prompt.params.max_tokens} need {needed} KV "
-                f"blocks of {self.config.block_size} tokens, the pool has {available}: raise --kv-memory to "
-                f"{needed * self._bytes_per_block():,} bytes or lower max_tokens"
-            )
-            prompt.error = RowError(ErrorCode.NEVER_FITS, message)
-        return prompt
+        is_too_long = len(prompt.token_ids) >= self.max_model_len  # which the planner refuses
+        if prompt.error is not None or is_too_long or needed <= most_blocks:
+            return prompt
+        message = (
+            f"{len(prompt.token_ids)} prompt tokens and max_tokens {prompt.params.max_tokens} need {needed} KV "
+            f"blocks of {self.config.block_size} tokens, the pool has {most_blocks}: raise --kv-memory to "
+            f"{needed * self._bytes_per_block():,} bytes or lower max_tokens"
+        )
+        return replace(prompt, error=RowError(ErrorCode.NEVER_FITS, message))
 
     def _bytes_per_block(self) -> int:
         return KVCache.bytes_per_block(self.model.spec, self.dtype, self.config.block_size)
@@ -185,23 +188,27 @@ class Engine:
             return int((torch.cuda.mem_get_info(self.device)[0] + held) * KV_SHARE)
         return int((free_memory_bytes() + held) * KV_SHARE)
 
-    def _make_kv(self, plan: WindowPlan) -> KVCache:
-        """The KV pool: of the size asked for, else what the plan can use within the limit."""
+    def _most_blocks(self) -> int:
+        """Blocks of the largest pool this run may make. Raises InputError for --kv-memory below one block."""
         per_block = self._bytes_per_block()
-        if self.config.kv_memory_bytes is not None:
-            num_blocks = self.config.kv_memory_bytes // per_block
-            if num_blocks < 1:
-                raise InputError(
-                    f"--kv-memory is {self.config.kv_memory_bytes:,} bytes, one KV block of "
-                    f"{self.config.block_size} tokens takes {per_block:,}: raise it"
-                )
-        else:
-            block_size = self.config.block_size
+        if self.config.kv_memory_bytes is None:
+            return max(1, self._kv_limit_bytes() // per_block)
+        if self.config.kv_memory_bytes < per_block:
+            raise InputError(
+                f"--kv-memory is {self.config.kv_memory_bytes:,} bytes, one KV block of "
+                f"{self.config.block_size} tokens takes {per_block:,}: raise it"
+            )
+        return self.config.kv_memory_bytes // per_block
+
+    def _make_kv(self, plan: WindowPlan, most_blocks: int) -> KVCache:
+        """The KV pool: of the size asked for, else what the plan can use within the limit."""
+        num_blocks, block_size = most_blocks, self.config.block_size
+        if self.config.kv_memory_bytes is None:
             all_rows = sum(-(-(seq.num_prompt + seq.max_tokens) // block_size) + 1 for seq in plan.sequences)
-            num_blocks = max(1, min(all_rows, self._kv_limit_bytes() // per_block))
+            num_blocks = max(1, min(all_rows, most_blocks))
         if self._kv is None or self._kv.k.shape[1] // self._kv.block_size != num_blocks:
             self._kv = None  # free the old pool first
-            self._kv = KVCache.make(self.model.spec, num_blocks, self.config.block_size, self.dtype, self.device)
+            self._kv = KVCache.make(self.model.spec, num_blocks, block_size, self.dtype, self.device)
         return self._kv
 
     def prompt(
@@ -211,21 +218,27 @@ class Engine:
         row_index: int = 0,
         row_id: str | int | None = None,
     ) -> Prompt:
-        """A Prompt from text, token ids or chat messages (which get the chat template and no second BOS)."""
+        """A Prompt from text, token ids or chat messages (which get the chat template and no second BOS).
+
+        Raises ValueError for anything else. Ids outside the vocabulary are an error of the prompt.
+        """
         ids = self._encode(content)
-        prompt = Prompt(row_index, ids, params, row_key(row_id, ids))
+        prompt = Prompt(row_index, ids.astype(np.int32), params, row_key(row_id, ids.astype(np.int32)))
         bad = ids[(ids < 0) | (ids >= self.model.spec.vocab_size)]
         if len(bad):
             message = f"token id {int(bad[0])} is outside the model's vocabulary of {self.model.spec.vocab_size}"
             prompt.error = RowError(ErrorCode.INVALID_PROMPT, message)
         return prompt
 
-    def _encode(self, content: str | Sequence[int] | TokenIds | Messages) -> TokenIds:
+    def _encode(self, content: str | Sequence[int] | TokenIds | Messages) -> np.ndarray:
         if isinstance(content, str):
             return self.tokenizer.encode_batch([content])[0]
         if len(content) and isinstance(content[0], dict):
             return self.tokenizer.encode_chat(content)
-        return np.asarray(content, dtype=np.int32)
+        ids = np.asarray(content)
+        if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise ValueError(f"a prompt must be text, a list of token ids or a list of messages, got {content!r:.100}")
+        return ids
 
     def generate(
         self,
@@ -272,6 +285,20 @@ class Engine:
         from batchinfer.pipeline import generate_dataset
 
         return generate_dataset(self, dataset, params, **columns)
+
+
+def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, max_model_len: int) -> LanguageModel:
+    """The C++ kernels where they can run the model, else plain torch."""
+    from batchinfer.kernels.cpu.library import find_instruction_set
+
+    instruction_set = find_instruction_set()
+    dtype, device = weights.embed.dtype, weights.embed.device
+    if instruction_set is not None:
+        from batchinfer.kernels.cpu.decoder import CpuDecoder, unsupported
+
+        if unsupported(spec, dtype, device) is None:
+            return CpuDecoder(spec, weights, instruction_set, max_model_len)
+    return Decoder(spec, weights, ReferenceAttention, max_model_len)
 
 
 def _max_model_len(asked: int | None, source: ModelSource) -> int:
