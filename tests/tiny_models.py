@@ -14,6 +14,8 @@ from batchinfer.attention.backend import ReferenceAttention
 from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.kernels import reference
+from batchinfer.kernels.cpu.decoder import CpuDecoder
+from batchinfer.kernels.cpu.library import library_path, supported_instruction_sets
 from batchinfer.models.decoder import Decoder, KVCache, StepInputs
 from batchinfer.models.spec import DecoderSpec, RopeSpec
 from batchinfer.models.weights import DecoderWeights, LayerWeights
@@ -33,6 +35,8 @@ SMALL_SPEC = replace(
     sliding_windows=(None, None),
 )
 EOS = (2, 5)
+#: C++ kernels that were built and can run here.
+INSTRUCTION_SETS = [name for name in supported_instruction_sets() if library_path(name).exists()]
 
 
 class LetterTokenizer(FakeTokenizer):
@@ -82,10 +86,19 @@ def tiny_engine(
     dtype: torch.dtype = torch.float32,
     max_model_len: int = 256,
     weights: DecoderWeights | None = None,
+    kernels: str | None = None,
 ) -> Engine:
-    """An engine over a random decoder and one letter per token; invariants are asserted after each step."""
+    """An engine over a random decoder and one letter per token; invariants are asserted after each step.
+
+    Args:
+        kernels: instruction set of the C++ kernels (bfloat16 only); None: plain torch.
+    """
     weights = weights or random_weights(spec, dtype)
-    decoder = Decoder(spec, weights, ReferenceAttention, max_model_len)
+    decoder = (
+        Decoder(spec, weights, ReferenceAttention, max_model_len)
+        if kernels is None
+        else CpuDecoder(spec, weights, kernels, max_model_len)
+    )
     engine = Engine.from_parts(decoder, LetterTokenizer(), EOS, max_model_len, config)
     engine.check_integrity = True
     return engine

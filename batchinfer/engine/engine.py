@@ -204,8 +204,11 @@ class Engine:
         """The KV pool: of the size asked for, else what the plan can use within the limit."""
         num_blocks, block_size = most_blocks, self.config.block_size
         if self.config.kv_memory_bytes is None:
-            all_rows = sum(-(-(seq.num_prompt + seq.max_tokens) // block_size) + 1 for seq in plan.sequences)
-            num_blocks = max(1, min(all_rows, most_blocks))
+            needs = sorted(
+                (-(-(seq.num_prompt + seq.max_tokens) // block_size) + 1 for seq in plan.sequences), reverse=True
+            )
+            kept = sum(-(-(node.end - node.start) // block_size) + 1 for node in plan.nodes)
+            num_blocks = max(1, min(sum(needs[: self.config.max_num_seqs]) + kept, most_blocks))
         if self._kv is None or self._kv.k.shape[1] // self._kv.block_size != num_blocks:
             self._kv = None  # free the old pool first
             self._kv = KVCache.make(self.model.spec, num_blocks, block_size, self.dtype, self.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class KVCache:
         cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         shape = (spec.num_layers, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        k, v = (_zeros(shape, dtype, device) for _ in range(2))
         return cls(k, v, block_size)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -57,6 +59,13 @@ class KVCache:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
         for cache in (self.k, self.v):
             cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index, begin:] = 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks for zeroed pages, which cost nothing until they are touched; torch writes the zeros.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class LanguageModel(Protocol):

@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import SMALL_SPEC, kv_bytes, random_weights, tiny_engine
+from tiny_models import INSTRUCTION_SETS, SMALL_SPEC, kv_bytes, random_weights, tiny_engine
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.types import Completion, Prompt, SamplingParams, row_key
 
-DTYPES = (torch.float32, torch.bfloat16)
+#: dtype, and the C++ kernels' instruction set or None for plain torch
+BACKENDS: list[tuple[torch.dtype, str | None]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    *((torch.bfloat16, name) for name in INSTRUCTION_SETS),
+]
+Solo = tuple[tuple[torch.dtype, str | None], dict[tuple[int, int], dict[str, Any]]]
 LARGE_POOL = 4096
 #: Blocks of 16 tokens; the longest row alone needs 13.
 TINY_POOL = 14
@@ -84,20 +90,20 @@ def run_all(engine: Engine, rows: list[Prompt]) -> dict[tuple[int, int], dict[st
     return found
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
-def solo(request: pytest.FixtureRequest) -> tuple[torch.dtype, dict[tuple[int, int], dict[str, Any]]]:
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda backend: f"{str(backend[0])[6:]}-{backend[1] or 'torch'}")
+def solo(request: pytest.FixtureRequest) -> Solo:
     """Each row alone: no sharing, no chunking, a large pool, one sequence at a time."""
     config = EngineConfig(
         max_batch_tokens=512, max_num_seqs=1, block_size=64, prefix_sharing=False, kv_memory_bytes=1 << 24
     )
-    engine = tiny_engine(config, dtype=request.param)
+    engine = tiny_engine(config, dtype=request.param[0], kernels=request.param[1])
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for row in mixed_rows():
         found |= run_all(engine, [row])
     return request.param, found
 
 
-def test_rows_are_mixed(solo: tuple[torch.dtype, dict[tuple[int, int], dict[str, Any]]]) -> None:
+def test_rows_are_mixed(solo: Solo) -> None:
     """The harness would prove little if rows were alike or ended at once."""
     _, found = solo
     reasons = [values["finish_reason"] for values in found.values()]
@@ -120,14 +126,14 @@ ORDERS = {
     ("max_batch_tokens", "max_num_seqs"), [*product((7, 33, 512), (4, 64)), (1, 1)], ids=lambda value: str(value)
 )
 def test_every_row_equals_its_solo_run(
-    solo: tuple[torch.dtype, dict[tuple[int, int], dict[str, Any]]],
+    solo: Solo,
     max_batch_tokens: int,
     max_num_seqs: int,
     pool: int,
     sharing: bool,
     order: str,
 ) -> None:
-    dtype, expected = solo
+    (dtype, kernels), expected = solo
     config = EngineConfig(
         max_batch_tokens=max_batch_tokens,
         max_num_seqs=max_num_seqs,
@@ -135,7 +141,7 @@ def test_every_row_equals_its_solo_run(
         prefix_sharing=sharing,
         policy={"forward": "prefix", "shuffled": "priority"}[order] if sharing else "fcfs",
     )
-    engine = tiny_engine(config, dtype=dtype)
+    engine = tiny_engine(config, dtype=dtype, kernels=kernels)
     engine.config = replace(config, kv_memory_bytes=kv_bytes(engine, pool))
     found = run_all(engine, ORDERS[order](mixed_rows()))
     differing = [key for key in expected if found[key] != expected[key]]
@@ -168,14 +174,16 @@ def test_every_row_can_be_preempted_twice() -> None:
     assert engine.stats.num_prompt_tokens_recomputed > 0
 
 
-def test_threads_and_block_sizes_change_nothing() -> None:
+@pytest.mark.parametrize("kernels", [None, *INSTRUCTION_SETS])
+def test_threads_and_block_sizes_change_nothing(kernels: str | None) -> None:
     rows = mixed_rows(24)
     outcomes = []
     before = torch.get_num_threads()
     try:
         for threads, block_size in ((1, 16), (2, 32), (2, 128), (3, 256)):
             torch.set_num_threads(threads)
-            outcomes.append(run_all(tiny_engine(EngineConfig(block_size=block_size), dtype=torch.bfloat16), rows))
+            config = EngineConfig(block_size=block_size)
+            outcomes.append(run_all(tiny_engine(config, dtype=torch.bfloat16, kernels=kernels), rows))
     finally:
         torch.set_num_threads(before)
     assert all(found == outcomes[0] for found in outcomes[1:])

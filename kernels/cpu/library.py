@@ -1,0 +1,121 @@
+"""Loads the C++ kernels: the build for the best instruction set that this machine has."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+#: Best first. Each is a shared library of the same source; see build.py.
+INSTRUCTION_SETS = ("avx512_bf16", "avx2", "portable")
+#: Names one of them, or "none": plain torch. For tests and for comparing.
+FORCE_VARIABLE = "BATCHINFER_CPU_KERNELS"
+
+_P, _I32, _I64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class Layer(ctypes.Structure):
+    """`bi_layer` of kernels.cpp."""
+
+    _fields_ = [  # ctypes wants a plain list
+        *((name, _P) for name in ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "mlp_norm")),
+        *((name, _P) for name in ("gate_up", "gate_up_bias", "down", "down_bias")),
+        ("window", _I32),
+    ]
+
+
+class Model(ctypes.Structure):
+    """`bi_model` of kernels.cpp."""
+
+    _fields_ = [
+        *((name, _I32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
+        *((name, _I32) for name in ("head_dim", "rope_dim")),
+        ("eps", _F32),
+        ("scale", _F32),
+        *((name, _P) for name in ("embed", "final_norm", "cos", "sin")),
+        ("layers", ctypes.POINTER(Layer)),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """`bi_batch` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_tokens", _I32),
+        ("num_seqs", _I32),
+        ("block_size", _I32),
+        ("max_blocks", _I64),
+        *((name, _P) for name in ("token_ids", "slots", "block_tables", "query_starts", "query_lens")),
+        ("k_cache", _P),
+        ("v_cache", _P),
+        ("layer_stride", _I64),
+    ]
+
+
+_MODEL, _BATCH = ctypes.POINTER(Model), ctypes.POINTER(Batch)
+_SIGNATURES: dict[str, list[type]] = {
+    "bi_pack": [_P, _P, _I32, _I32],
+    "bi_linear": [_P, _P, _P, _P, _I32, _I32, _I32],
+    "bi_rms_norm": [_P, _P, _P, _F32, _P, _I32, _I32],
+    "bi_silu_and_mul": [_P, _P, _I32, _I32],
+    "bi_head": [_P, _P, _I32, _I32, _I32, _I32, _P, _P, _P, _P, _P, _P, _P],
+    "bi_tree_attention": [_MODEL, _BATCH, _I32, _P, _P],
+    "bi_rope_and_store_kv": [_MODEL, _BATCH, _P, _P, _P, _P, _P],
+    "bi_forward": [_MODEL, _BATCH, _P],
+}
+
+
+def library_path(instruction_set: str) -> Path:
+    return Path(__file__).parent / f"libbatchinfer_{instruction_set}.so"
+
+
+def supported_instruction_sets() -> list[str]:
+    """Those that this processor can run, best first."""
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                flags = set(line.split(":", 1)[1].split())
+                break
+    except OSError:
+        pass
+    out = []
+    if {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+        out.append("avx512_bf16")
+    if {"avx2", "fma"} <= flags:
+        out.append("avx2")
+    return [*out, "portable"]
+
+
+def find_instruction_set() -> str | None:
+    """The build to use; None: none was built, or plain torch is forced.
+
+    Raises ValueError if the forced one does not exist or cannot run here.
+    """
+    forced = os.environ.get(FORCE_VARIABLE)
+    if forced == "none":
+        return None
+    supported = supported_instruction_sets()
+    if forced:
+        if forced not in INSTRUCTION_SETS:
+            raise ValueError(f"{FORCE_VARIABLE} must be one of {', '.join(INSTRUCTION_SETS)}, none; got {forced!r}")
+        if forced not in supported or not library_path(forced).exists():
+            raise ValueError(f"{FORCE_VARIABLE}={forced}: not built, or this processor cannot run it")
+        return forced
+    return next((name for name in supported if library_path(name).exists()), None)
+
+
+@cache
+def load_library(instruction_set: str) -> ctypes.CDLL:
+    # torch first: the kernels then run on the OpenMP runtime that it has loaded, so there is one.
+    import torch  # noqa: F401
+
+    library = ctypes.CDLL(str(library_path(instruction_set)))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    library.bi_isa.restype = ctypes.c_char_p
+    library.bi_isa.argtypes = []
+    return library

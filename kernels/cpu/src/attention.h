@@ -1,0 +1,334 @@
+// Attention over the prefix tree with a carried softmax state.
+//
+// KV lies in groups of 16 tokens, [block][kv head][group in block], each group
+//   K [D / 2][16 tokens][2] bf16      V [8 token pairs][D][2] bf16
+// Two loops handle a tile of four groups:
+//   lanes: many query heads over one tile. Queries lie in the lanes, keys are broadcast.
+//   own:   one query token's heads of a KV group. Keys lie in the lanes.
+// Both give the same bits for the same query and keys: scores are summed over channel pairs in order, outputs
+// over token pairs in order, and the softmax sum goes through the same dot instruction with ones.
+#pragma once
+#include <vector>
+
+#include "plan.h"
+#include "vec.h"
+
+namespace batchinfer {
+
+constexpr float MASKED = -1e30f;  // finite: exp2 of it minus any maximum is 0, minus itself is no NaN
+
+struct Heads {
+  int num_heads, num_kv_heads, dim;
+  int per_group() const { return num_heads / num_kv_heads; }
+};
+
+// Softmax state of every query head, over the tiles met so far.
+struct State {
+  float* top;    // [tokens, heads]
+  float* total;  // [tokens, heads]
+  float* acc;    // [tokens, heads, dim]
+};
+
+struct Tile {
+  const bf16 *k[4], *v[4];
+};
+
+struct KvLayer {
+  const bf16 *k, *v;
+  int num_kv_heads, groups_per_block, dim;
+  Tile tile(const int64_t* groups, int head) const {
+    Tile out;
+    for (int i = 0; i < 4; i++) {
+      int64_t block = groups[i] / groups_per_block, place = groups[i] % groups_per_block;
+      int64_t offset = ((block * num_kv_heads + head) * groups_per_block + place) * GROUP * dim;
+      out.k[i] = k + offset;
+      out.v[i] = v + offset;
+    }
+    return out;
+  }
+};
+
+struct Visible {  // of keys in the tile that begins at `begin`
+  float begin;
+  float window;  // 0: none
+  bool cuts_high, cuts_low;
+};
+
+#if BI_AVX512
+constexpr int UNROLL = 8;
+#else
+constexpr int UNROLL = 2;
+#endif
+
+// V vectors of 16 lanes; DIM is a constant or, when 0, `dim`.
+template <int V, int DIM>
+struct Lanes {
+  alignas(64) bf16 q[(DIM ? DIM : 256) / 2 * V * 32];
+  alignas(64) float acc[(DIM ? DIM : 256) * V * 16];
+  alignas(64) float scores[TILE * V * 16];
+  alignas(64) bf16 weights[TILE / 2 * V * 32];
+  alignas(64) float top[V * 16], total[V * 16], position[V * 16];
+
+  __attribute__((noinline)) void meet(const Tile& tile, const Visible& see, int dim_) {
+    const int dim = DIM ? DIM : dim_;
+    F16 max_[V], old[V], factor[V], sum[V], at[V];
+    BI_UNROLL for (int v = 0; v < V; v++) max_[v] = old[v] = load(top + v * 16), at[v] = load(position + v * 16);
+    for (int key = 0; key < TILE; key += UNROLL) {
+      const bf16* k = tile.k[key / GROUP] + key % GROUP * 2;
+      F16 s[UNROLL][V];
+      BI_UNROLL for (int i = 0; i < UNROLL; i++) BI_UNROLL for (int v = 0; v < V; v++) s[i][v] = splat(0.f);
+      for (int d = 0; d < dim / 2; d++) {
+        P16 query[V];
+        BI_UNROLL for (int v = 0; v < V; v++) query[v] = load_pairs(q + (d * V + v) * 32);
+        BI_UNROLL for (int i = 0; i < UNROLL; i++) {
+          P16 pair = splat_pair(k + d * GROUP * 2 + i * 2);
+          BI_UNROLL for (int v = 0; v < V; v++) s[i][v] = dot2(s[i][v], query[v], pair);
+        }
+      }
+      BI_UNROLL for (int i = 0; i < UNROLL; i++) BI_UNROLL for (int v = 0; v < V; v++) {
+        F16 place = splat(see.begin + key + i);
+        if (see.cuts_high) s[i][v] = where_greater(place, at[v], splat(MASKED), s[i][v]);
+        if (see.cuts_low) s[i][v] = where_greater(add(place, splat(see.window - 0.5f)), at[v], s[i][v], splat(MASKED));
+        store(scores + ((key + i) * V + v) * 16, s[i][v]);
+        max_[v] = max(max_[v], s[i][v]);
+      }
+    }
+    bool grew = false;
+    BI_UNROLL for (int v = 0; v < V; v++) {
+      store(top + v * 16, max_[v]);
+      factor[v] = exp2(sub(old[v], max_[v]));
+      grew |= any_differs(old[v], max_[v]);
+      sum[v] = mul(load(total + v * 16), factor[v]);
+    }
+    for (int key = 0; key < TILE; key += 2) BI_UNROLL for (int v = 0; v < V; v++) {
+      F16 low = exp2(sub(load(scores + (key * V + v) * 16), max_[v]));
+      F16 high = exp2(sub(load(scores + ((key + 1) * V + v) * 16), max_[v]));
+      P16 pairs = to_pairs(low, high);
+      sum[v] = dot2(sum[v], pairs, ones());
+      store_pairs(weights + (key / 2 * V + v) * 32, pairs);
+    }
+    BI_UNROLL for (int v = 0; v < V; v++) store(total + v * 16, sum[v]);
+    for (int d = 0; d < dim; d += UNROLL) {
+      F16 o[UNROLL][V];
+      BI_UNROLL for (int i = 0; i < UNROLL; i++) BI_UNROLL for (int v = 0; v < V; v++) {
+        o[i][v] = load(acc + ((d + i) * V + v) * 16);
+        if (grew) o[i][v] = mul(o[i][v], factor[v]);
+      }
+      for (int g = 0; g < 4; g++)
+        for (int pair = 0; pair < GROUP / 2; pair++) {
+          P16 weight[V];
+          BI_UNROLL for (int v = 0; v < V; v++) weight[v] = load_pairs(weights + ((g * 8 + pair) * V + v) * 32);
+          BI_UNROLL for (int i = 0; i < UNROLL; i++) {
+            P16 value = splat_pair(tile.v[g] + (pair * dim + d + i) * 2);
+            BI_UNROLL for (int v = 0; v < V; v++) o[i][v] = dot2(o[i][v], weight[v], value);
+          }
+        }
+      BI_UNROLL for (int i = 0; i < UNROLL; i++) BI_UNROLL for (int v = 0; v < V; v++)
+        store(acc + ((d + i) * V + v) * 16, o[i][v]);
+    }
+  }
+};
+
+// One run for up to V * 16 query heads, lanes [begin, begin + count) of the run's rows x heads of a KV group.
+template <int V, int DIM>
+static void run_lanes(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_head, int begin,
+                      int count, const bf16* q, int window, State state) {
+  thread_local Lanes<V, DIM> lanes;
+  const int dim = DIM ? DIM : heads.dim, per_group = heads.per_group(), width = V * 16;
+  int64_t head_of[V * 16];
+  for (int i = 0; i < width; i++) {
+    int lane = begin + (i < count ? i : 0);
+    int row = plan.rows[run.rows_begin + lane / per_group];
+    head_of[i] = (int64_t)row * heads.num_heads + kv_head * per_group + lane % per_group;
+    lanes.position[i] = (float)plan.positions[row];
+    const bf16* from = q + head_of[i] * dim;
+    for (int d = 0; d < dim / 2; d++) memcpy(lanes.q + ((int64_t)d * width + i) * 2, from + 2 * d, 4);
+    lanes.top[i] = state.top[head_of[i]];
+    lanes.total[i] = state.total[head_of[i]];
+  }
+  if (run.wave == 0) {
+    memset(lanes.acc, 0, sizeof(float) * dim * width);
+  } else {
+    for (int i = 0; i < width; i++)
+      for (int d = 0; d < dim; d++) lanes.acc[d * width + i] = state.acc[head_of[i] * dim + d];
+  }
+  for (int t = 0; t < run.num_tiles; t++) {
+    int first = (run.first_tile + t) * TILE;
+    Visible see{(float)first, (float)window, first + TILE - 1 > run.low_position,
+                window > 0 && first <= run.high_position - window};
+    lanes.meet(kv.tile(&plan.groups[(size_t)(run.tiles_begin + t) * 4], kv_head), see, dim);
+  }
+  for (int i = 0; i < count; i++) {
+    state.top[head_of[i]] = lanes.top[i];
+    state.total[head_of[i]] = lanes.total[i];
+    for (int d = 0; d < dim; d++) state.acc[head_of[i] * dim + d] = lanes.acc[d * width + i];
+  }
+}
+
+// One run for G query heads of one token, which share a KV head.
+template <int G, int DIM>
+static void run_own(const Plan& plan, const Run& run, const KvLayer& kv, int kv_head, int64_t head, int position,
+                    const bf16* q, int window, State state, int dim_) {
+  const int dim = DIM ? DIM : dim_;
+  q += head * dim;
+  float* acc = state.acc + head * dim;
+  if (run.wave == 0) memset(acc, 0, sizeof(float) * G * dim);
+  F16 sum[G];
+  BI_UNROLL for (int g = 0; g < G; g++) sum[g] = splat(state.total[head + g]);
+  float* top = state.top + head;
+  alignas(64) float iota[16];
+  for (int i = 0; i < 16; i++) iota[i] = (float)i;
+  Tile next = kv.tile(&plan.groups[(size_t)run.tiles_begin * 4], kv_head);
+  for (int t = 0; t < run.num_tiles; t++) {
+    const Tile tile = next;
+    if (t + 1 < run.num_tiles) next = kv.tile(&plan.groups[(size_t)(run.tiles_begin + t + 1) * 4], kv_head);
+    const int first = (run.first_tile + t) * TILE;
+    F16 s[G][4];
+    BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < 4; j++) s[g][j] = splat(0.f);
+    for (int d = 0; d < dim / 2; d++) {
+      P16 key[4];
+      BI_UNROLL for (int j = 0; j < 4; j++) {
+        key[j] = load_pairs(tile.k[j] + d * 32);
+        prefetch(next.k[j] + d * 32);
+      }
+      BI_UNROLL for (int g = 0; g < G; g++) {
+        P16 pair = splat_pair(q + g * dim + 2 * d);
+        BI_UNROLL for (int j = 0; j < 4; j++) s[g][j] = dot2(s[g][j], key[j], pair);
+      }
+    }
+    if (first + TILE - 1 > position || (window > 0 && first <= position - window)) {
+      BI_UNROLL for (int j = 0; j < 4; j++) {
+        F16 place = add(load(iota), splat((float)(first + j * 16))), at = splat((float)position);
+        BI_UNROLL for (int g = 0; g < G; g++) {
+          s[g][j] = where_greater(place, at, splat(MASKED), s[g][j]);
+          if (window > 0)
+            s[g][j] = where_greater(add(place, splat((float)window - 0.5f)), at, s[g][j], splat(MASKED));
+        }
+      }
+    }
+    alignas(64) bf16 weights[G][TILE];
+    BI_UNROLL for (int g = 0; g < G; g++) {
+      float high = reduce_max(max(max(s[g][0], s[g][1]), max(s[g][2], s[g][3])));
+      if (high > top[g]) {
+        F16 factor = exp2(sub(splat(top[g]), splat(high)));
+        top[g] = high;
+        sum[g] = mul(sum[g], factor);
+        for (int d = 0; d < dim; d += 16) store(acc + g * dim + d, mul(load(acc + g * dim + d), factor));
+      }
+      BI_UNROLL for (int j = 0; j < 4; j += 2)
+        store_narrow2(weights[g] + j * 16, exp2(sub(s[g][j], splat(top[g]))), exp2(sub(s[g][j + 1], splat(top[g]))));
+    }
+    for (int part = 0; part < dim; part += 64) {
+      const int vectors = std::min(4, (dim - part) / 16);
+      auto weigh = [&](auto count) {
+        constexpr int C = decltype(count)::value;
+        F16 o[G][C];
+        BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < C; j++)
+          o[g][j] = load(acc + g * dim + part + j * 16);
+        for (int group = 0; group < 4; group++)
+          for (int pair = 0; pair < GROUP / 2; pair++) {
+            const int64_t at = (pair * dim + part) * 2;
+            P16 value[C];
+            BI_UNROLL for (int j = 0; j < C; j++) {
+              value[j] = load_pairs(tile.v[group] + at + j * 32);
+              prefetch(next.v[group] + at + j * 32);
+            }
+            BI_UNROLL for (int g = 0; g < G; g++) {
+              P16 weight = splat_pair(&weights[g][group * GROUP + 2 * pair]);
+              if (part == 0) sum[g] = dot2(sum[g], weight, ones());
+              BI_UNROLL for (int j = 0; j < C; j++) o[g][j] = dot2(o[g][j], weight, value[j]);
+            }
+          }
+        BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < C; j++)
+          store(acc + g * dim + part + j * 16, o[g][j]);
+      };
+      if (vectors == 4) weigh(std::integral_constant<int, 4>{});
+      else if (vectors == 3) weigh(std::integral_constant<int, 3>{});
+      else if (vectors == 2) weigh(std::integral_constant<int, 2>{});
+      else weigh(std::integral_constant<int, 1>{});
+    }
+  }
+  BI_UNROLL for (int g = 0; g < G; g++) state.total[head + g] = first_lane(sum[g]);
+}
+
+template <int DIM>
+static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_head, int row,
+                      const bf16* q, int window, State state) {
+  int64_t head = (int64_t)row * heads.num_heads + kv_head * heads.per_group();
+  for (int left = heads.per_group(); left > 0;) {
+    auto go = [&](auto count) {
+      constexpr int G = decltype(count)::value;
+      run_own<G, DIM>(plan, run, kv, kv_head, head, plan.positions[row], q, window, state, heads.dim);
+      head += G;
+      left -= G;
+    };
+    if (left >= 4) go(std::integral_constant<int, 4>{});
+    else if (left == 3) go(std::integral_constant<int, 3>{});
+    else if (left == 2) go(std::integral_constant<int, 2>{});
+    else go(std::integral_constant<int, 1>{});
+  }
+}
+
+constexpr int FEW_LANES = 8;  // up to here each token is handled by itself
+
+// A piece of a run that one thread does at a time.
+struct Piece {
+  int run, kv_head, begin, count;  // count 0: token `begin` of the run
+};
+
+static void cut_pieces(const Plan& plan, const Heads& heads, int first_run, int last_run, std::vector<Piece>& out) {
+  out.clear();
+  for (int r = first_run; r < last_run; r++) {
+    const Run& run = plan.runs[r];
+    const int lanes = run.num_rows * heads.per_group();
+    for (int h = 0; h < heads.num_kv_heads; h++) {
+      if (run.num_rows == 1 || lanes <= FEW_LANES)
+        for (int i = 0; i < run.num_rows; i++) out.push_back({r, h, i, 0});
+      else
+        for (int i = 0; i < lanes; i += 32) out.push_back({r, h, i, std::min(32, lanes - i)});
+    }
+  }
+}
+
+template <int DIM>
+static void attend(const Plan& plan, const KvLayer& kv, const Heads& heads, const bf16* q, int window, State state,
+                   bf16* out) {
+  const int64_t num_heads = (int64_t)plan.num_tokens * heads.num_heads;
+  for (int64_t i = 0; i < num_heads; i++) state.top[i] = MASKED, state.total[i] = 0.f;
+  std::vector<Piece> pieces;
+  for (int wave = 0, begin = 0; wave < plan.num_waves; wave++) {
+    int end = begin;
+    while (end < (int)plan.runs.size() && plan.runs[end].wave == wave) end++;
+    cut_pieces(plan, heads, begin, end, pieces);
+    begin = end;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (size_t p = 0; p < pieces.size(); p++) {
+      const Piece& piece = pieces[p];
+      const Run& run = plan.runs[piece.run];
+      if (piece.count == 0)
+        run_token<DIM>(plan, run, kv, heads, piece.kv_head, plan.rows[run.rows_begin + piece.begin], q, window, state);
+      else if (piece.count > 16)
+        run_lanes<2, DIM>(plan, run, kv, heads, piece.kv_head, piece.begin, piece.count, q, window, state);
+      else
+        run_lanes<1, DIM>(plan, run, kv, heads, piece.kv_head, piece.begin, piece.count, q, window, state);
+    }
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < num_heads; i++) {
+    const F16 total = splat(state.total[i]);
+    for (int d = 0; d < heads.dim; d += 16)
+      store_narrow(out + i * heads.dim + d, div(load(state.acc + i * heads.dim + d), total));
+  }
+}
+
+// q [tokens, heads, dim] rotated and scaled by scale * log2(e); out [tokens, heads * dim]. dim: a multiple of 16 to 256.
+static void tree_attention(const Plan& plan, const KvLayer& kv, const Heads& heads, const bf16* q, int window,
+                           State state, bf16* out) {
+#if !BI_PORTABLE  // there it only takes the compiler minutes
+  if (heads.dim == 64) return attend<64>(plan, kv, heads, q, window, state, out);
+  if (heads.dim == 128) return attend<128>(plan, kv, heads, q, window, state, out);
+#endif
+  attend<0>(plan, kv, heads, q, window, state, out);
+}
+
+}  // namespace batchinfer
