@@ -333,6 +333,14 @@ def test_the_pool_is_measured_once_per_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine.stats.num_kv_blocks == 3
 
 
+def test_the_pool_is_what_can_run_at_once_not_what_the_window_holds() -> None:
+    engine = tiny_engine(EngineConfig(block_size=16, max_num_seqs=4), weights=WEIGHTS)
+    found = engine.generate([[9 + i] * (1 + i % 30) for i in range(100)], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert all(samples[0].error is None for samples in found)
+    assert engine.stats.num_kv_blocks == 4 * 3, "30 + 2 tokens are two blocks, and one to spare"
+    assert engine.stats.num_preemptions == 0
+
+
 def test_a_pool_below_one_block_is_an_input_error() -> None:
     engine = tiny_engine(EngineConfig(kv_memory_bytes=100), weights=WEIGHTS)
     with pytest.raises(InputError, match=r"--kv-memory is 100 bytes.*takes 32,768"):
