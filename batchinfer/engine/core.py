@@ -120,9 +120,9 @@ class WindowRun:
         if step.copies:
             self.kv.copy_blocks(step.copies)
         if self.saw_non_finite:
-            self._clear_masked(step)
-
-    # A key that is masked still meets its value as 0 * v, so NaN must not lie behind a row's tokens in its blocks.
+            # A key that is masked still meets its value as 0 * v: no NaN may lie behind a row's tokens in its blocks.
+            copied = {target for _, target in step.copies}
+            self.kv.clear_blocks([block for block in step.taken if block not in copied])
 
     def _note_non_finite(self, step: Step, hidden: Tensor) -> None:
         """NaN or infinity in a token's KV shows in its hidden state too. What such a row computed is not shared."""
@@ -134,14 +134,6 @@ class WindowRun:
         for seq, num_tokens in step.scheduled:
             seq.is_finite &= bool(is_finite[at : at + num_tokens].all())
             at += num_tokens
-
-    def _clear_masked(self, step: Step) -> None:
-        copied = {target for _, target in step.copies}
-        self.kv.clear_blocks([block for block in step.taken if block not in copied])
-        for seq, match in step.admitted:
-            num_whole, num_rest = divmod(match.num_cached, self.kv.block_size)
-            if num_rest:  # whoever computed the shared node went on in the block that was copied
-                self.kv.clear_blocks([seq.blocks[num_whole]], begin=num_rest)
 
     # Prompt logprobs. The logprob of the token at position p comes from the hidden state at p - 1; at
     # the border of a shared node that state is kept with the node.

@@ -131,6 +131,8 @@ class TreeCache:
     def on_computed(self, seq: Sequence) -> list[Sequence]:
         """Nodes that the sequence has now computed become shared; returns the sequences that waited."""
         released: list[Sequence] = []
+        if not seq.is_finite:
+            self._drop_written(seq)
         for index in seq.path:
             node = self.nodes[index]
             if node.computing is not seq or node.end > seq.num_computed:
@@ -148,6 +150,14 @@ class TreeCache:
                 node.last_hidden = None
             released += self._release_waiters(node)
         return released
+
+    def _drop_written(self, seq: Sequence) -> None:
+        """Drop nodes whose tail block the sequence goes on writing: others would copy its NaN with it."""
+        for index in seq.path:
+            node = self.nodes[index]
+            if node.blocks is not None and node.end % self.block_size and node.blocks[-1] in seq.blocks:
+                for one in self._computed_subtree(node):
+                    self._drop(one)
 
     def on_stopped(self, seq: Sequence, *, will_return: bool) -> list[Sequence]:
         """The running sequence ended or was preempted; returns sequences that waited for it."""

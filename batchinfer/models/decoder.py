@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,18 +55,23 @@ class KVCache:
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.k.device).unbind(1)
         reference.copy_kv(self.k, self.v, sources, targets, self.block_size)
 
-    def clear_blocks(self, blocks: list[int], begin: int = 0) -> None:
-        """Zero the positions of these blocks from `begin` on, in every layer."""
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero these blocks in every layer. Whole ones: how KV lies within a block is the model's affair."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
         for cache in (self.k, self.v):
-            cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index, begin:] = 0
+            cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index] = 0
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks for zeroed pages, which cost nothing until they are touched; torch writes the zeros.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    # Zeroed pages of the operating system cost nothing until they are touched, where torch.zeros writes
+    # the whole pool; large ones spare most of the address translation of scattered blocks.
+    pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 class LanguageModel(Protocol):

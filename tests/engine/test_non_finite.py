@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_models import SMALL_SPEC, kv_bytes, random_weights, tiny_engine
+from tiny_models import INSTRUCTION_SETS, SMALL_SPEC, kv_bytes, random_weights, tiny_engine
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
@@ -16,11 +16,15 @@ from batchinfer.types import Completion, ErrorCode, Prompt, SamplingParams
 BAD = 7  # a token id whose embedding is NaN
 
 
-def poisoned_engine(config: EngineConfig | None = None, num_blocks: int | None = None, value: float = np.nan) -> Engine:
-    weights = random_weights(SMALL_SPEC, torch.float32)
-    weights.embed[BAD] = value
-    weights.lm_head[:, :] = weights.lm_head  # its own tensor: the head stays finite
-    engine = tiny_engine(config or EngineConfig(block_size=16), weights=weights)
+def poisoned_engine(
+    config: EngineConfig | None = None,
+    num_blocks: int | None = None,
+    value: float = np.nan,
+    kernels: str | None = None,
+) -> Engine:
+    weights = random_weights(SMALL_SPEC, torch.float32 if kernels is None else torch.bfloat16)
+    weights.embed[BAD] = value  # the head is a tensor of its own and stays finite
+    engine = tiny_engine(config or EngineConfig(block_size=16), weights=weights, kernels=kernels)
     if num_blocks is not None:
         engine.config = replace(engine.config, kv_memory_bytes=kv_bytes(engine, num_blocks))
     return engine
@@ -44,9 +48,9 @@ def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(8, 256, count).tolist()
 
 
-def assert_only_bad_rows_fail(found: dict[int, Completion], rows: list[Prompt]) -> None:
+def assert_only_bad_rows_fail(found: dict[int, Completion], rows: list[Prompt], kernels: str | None = None) -> None:
     """Every row without the bad id is bitwise what it is alone on a fresh engine."""
-    alone = poisoned_engine(EngineConfig(block_size=16, prefix_sharing=False))
+    alone = poisoned_engine(EngineConfig(block_size=16, prefix_sharing=False), kernels=kernels)
     for row in rows:
         completion = found[row.row_index]
         if BAD in row.token_ids:
@@ -81,6 +85,15 @@ def test_neighbours_that_share_a_prefix_are_unaffected(max_batch_tokens: int, or
     policy = "prefix" if order == "prefix" else "fcfs"
     engine = poisoned_engine(EngineConfig(block_size=16, max_batch_tokens=max_batch_tokens, policy=policy))
     assert_only_bad_rows_fail(run(engine, rows), rows)
+
+
+@pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
+@pytest.mark.parametrize(("max_batch_tokens", "num_blocks"), [(5, 5), (64, 5), (64, 40)])
+def test_neighbours_are_unaffected_under_the_cpu_kernels(max_batch_tokens: int, num_blocks: int, kernels: str) -> None:
+    rows = prompts(FAMILY)
+    config = EngineConfig(block_size=16, max_batch_tokens=max_batch_tokens, max_num_seqs=3, policy="fcfs")
+    engine = poisoned_engine(config, num_blocks, kernels=kernels)
+    assert_only_bad_rows_fail(run(engine, rows), rows, kernels)
 
 
 @pytest.mark.parametrize("max_batch_tokens", [3, 64])

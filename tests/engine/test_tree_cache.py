@@ -216,3 +216,23 @@ def test_check_integrity_sees_a_node_kept_for_nobody() -> None:
     stem.num_pending = 0
     with pytest.raises(AssertionError, match="kept for nobody"):
         cache.cache.check_integrity({})
+
+
+def test_what_a_row_with_nan_computed_is_not_shared() -> None:
+    cache = Cache([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]])
+    cache.admit(0)
+    cache.seqs[0].is_finite = False
+    cache.compute(0)
+    assert cache.cache.held() == []
+
+
+def test_nan_behind_the_end_of_a_node_is_not_copied() -> None:
+    """Two nodes are shared already when the row that computed them meets NaN in the tail block of the second."""
+    cache = Cache([[1, 2, 3, 4, 5, 5, 7, 7, 7], [1, 2, 3, 4, 5, 5, 8], [1, 2, 3, 4, 9]])
+    cache.admit(0)
+    cache.compute(0, end=6)
+    whole, tail = cache.node(1, 2, 3, 4), cache.node(1, 2, 3, 4, 5, 5)
+    assert (whole.blocks, tail.blocks) == ([0], [1])
+    cache.seqs[0].is_finite = False
+    cache.compute(0)
+    assert (whole.blocks, tail.blocks) == ([0], None)
