@@ -35,12 +35,11 @@ struct Tile {
 
 struct KvLayer {
   const bf16 *k, *v;
-  int num_kv_heads, groups_per_block, dim;
+  int groups_per_block, dim;
   Tile tile(const int64_t* groups, int head) const {
     Tile out;
     for (int i = 0; i < 4; i++) {
-      int64_t block = groups[i] / groups_per_block, place = groups[i] % groups_per_block;
-      int64_t offset = ((block * num_kv_heads + head) * groups_per_block + place) * GROUP * dim;
+      int64_t offset = (groups[i] + (int64_t)head * groups_per_block) * GROUP * dim;
       out.k[i] = k + offset;
       out.v[i] = v + offset;
     }
@@ -165,10 +164,11 @@ static void run_lanes(const Plan& plan, const Run& run, const KvLayer& kv, const
   }
 }
 
-// One run for G query heads of one token, which share a KV head.
+// One run for G query heads of one token, which share a KV head. While a tile is computed the next one is fetched;
+// `after` is the one that this thread will need when the run is over.
 template <int G, int DIM>
 static void run_own(const Plan& plan, const Run& run, const KvLayer& kv, int kv_head, int64_t head, int position,
-                    const bf16* q, int window, State state, int dim_) {
+                    const bf16* q, int window, State state, int dim_, const Tile& after) {
   const int dim = DIM ? DIM : dim_;
   q += head * dim;
   float* acc = state.acc + head * dim;
@@ -181,7 +181,7 @@ static void run_own(const Plan& plan, const Run& run, const KvLayer& kv, int kv_
   Tile next = kv.tile(&plan.groups[(size_t)run.tiles_begin * 4], kv_head);
   for (int t = 0; t < run.num_tiles; t++) {
     const Tile tile = next;
-    if (t + 1 < run.num_tiles) next = kv.tile(&plan.groups[(size_t)(run.tiles_begin + t + 1) * 4], kv_head);
+    next = t + 1 < run.num_tiles ? kv.tile(&plan.groups[(size_t)(run.tiles_begin + t + 1) * 4], kv_head) : after;
     const int first = (run.first_tile + t) * TILE;
     F16 s[G][4];
     BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < 4; j++) s[g][j] = splat(0.f);
@@ -253,12 +253,12 @@ static void run_own(const Plan& plan, const Run& run, const KvLayer& kv, int kv_
 
 template <int DIM>
 static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_head, int row,
-                      const bf16* q, int window, State state) {
+                      const bf16* q, int window, State state, const Tile& after) {
   int64_t head = (int64_t)row * heads.num_heads + kv_head * heads.per_group();
   for (int left = heads.per_group(); left > 0;) {
     auto go = [&](auto count) {
       constexpr int G = decltype(count)::value;
-      run_own<G, DIM>(plan, run, kv, kv_head, head, plan.positions[row], q, window, state, heads.dim);
+      run_own<G, DIM>(plan, run, kv, kv_head, head, plan.positions[row], q, window, state, heads.dim, after);
       head += G;
       left -= G;
     };
@@ -269,6 +269,7 @@ static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const
   }
 }
 
+constexpr int PIECES_AT_A_TIME = 4;  // neighbours go to one thread, which fetches the next one's first tile
 constexpr int FEW_LANES = 8;  // up to here each token is handled by itself
 
 // A piece of a run that one thread does at a time.
@@ -301,12 +302,15 @@ static void attend(const Plan& plan, const KvLayer& kv, const Heads& heads, cons
     while (end < (int)plan.runs.size() && plan.runs[end].wave == wave) end++;
     cut_pieces(plan, heads, begin, end, pieces);
     begin = end;
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, PIECES_AT_A_TIME)
     for (size_t p = 0; p < pieces.size(); p++) {
       const Piece& piece = pieces[p];
       const Run& run = plan.runs[piece.run];
+      const Piece& following = pieces[std::min(p + 1, pieces.size() - 1)];
+      const Tile after = kv.tile(&plan.groups[(size_t)plan.runs[following.run].tiles_begin * 4], following.kv_head);
       if (piece.count == 0)
-        run_token<DIM>(plan, run, kv, heads, piece.kv_head, plan.rows[run.rows_begin + piece.begin], q, window, state);
+        run_token<DIM>(plan, run, kv, heads, piece.kv_head, plan.rows[run.rows_begin + piece.begin], q, window, state,
+                       after);
       else if (piece.count > 16)
         run_lanes<2, DIM>(plan, run, kv, heads, piece.kv_head, piece.begin, piece.count, q, window, state);
       else

@@ -63,7 +63,8 @@ static void panel(const bf16* x, int64_t x_stride, const bf16* w, int K, int beg
 template <class Sink>
 static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N, int K, const Sink& sink) {
   const int vectors = (N + 15) / 16, panels = (vectors + COLS - 1) / COLS, chunks = (M + ROW_CHUNK - 1) / ROW_CHUNK;
-#pragma omp parallel for schedule(static)
+  // Dynamic: when a neighbour takes part of a core, the other threads take over its share.
+#pragma omp parallel for schedule(dynamic, 1)
   for (int item = 0; item < panels * chunks; item++) {
     int chunk = item / panels, column = item % panels * COLS;
     panel<COLS>(x, x_stride, w, K, chunk * ROW_CHUNK, std::min(M, (chunk + 1) * ROW_CHUNK), column * 16,

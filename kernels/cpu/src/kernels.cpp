@@ -57,9 +57,11 @@ void bi_head(const bf16* hidden, const bf16* w, int32_t rows, int32_t V, int32_t
 void bi_tree_attention(const bi_model* m, const bi_batch* b, int32_t window, const bf16* q, bf16* out) {
   const Heads heads{m->num_heads, m->num_kv_heads, m->head_dim};
   Plan plan;
-  Planner({b->block_tables, b->max_blocks, b->query_starts, b->query_lens, b->num_seqs, b->block_size}, window, plan);
+  const RaggedBatch ragged{b->block_tables, b->max_blocks, b->query_starts, b->query_lens, b->num_seqs, b->block_size,
+                           m->num_kv_heads};
+  Planner(ragged, window, plan);
   std::vector<float> top((size_t)plan.num_tokens * m->num_heads), total(top.size()), acc(top.size() * m->head_dim);
-  KvLayer kv{b->k_cache, b->v_cache, m->num_kv_heads, b->block_size / GROUP, m->head_dim};
+  KvLayer kv{b->k_cache, b->v_cache, b->block_size / GROUP, m->head_dim};
   tree_attention(plan, kv, heads, q, window, {top.data(), total.data(), acc.data()}, out);
 }
 
@@ -75,7 +77,8 @@ void bi_forward(const bi_model* m, const bi_batch* b, bf16* hidden) {
   const int T = b->num_tokens, H = m->hidden;
   const Heads heads{m->num_heads, m->num_kv_heads, m->head_dim};
   const int attn = m->num_heads * m->head_dim, qkv_width = attn + 2 * m->num_kv_heads * m->head_dim;
-  const RaggedBatch ragged{b->block_tables, b->max_blocks, b->query_starts, b->query_lens, b->num_seqs, b->block_size};
+  const RaggedBatch ragged{b->block_tables, b->max_blocks, b->query_starts, b->query_lens, b->num_seqs, b->block_size,
+                           m->num_kv_heads};
   std::vector<std::pair<int, std::unique_ptr<Plan>>> plans;
   auto plan_for = [&](int window) -> const Plan& {
     for (auto& [of, plan] : plans)
@@ -107,7 +110,7 @@ void bi_forward(const bi_model* m, const bi_batch* b, bf16* hidden) {
     linear(hidden, w.qkv, w.qkv_bias, wide.data(), T, qkv_width, H);
     rope_and_store_kv(wide.data(), w.q_norm, w.k_norm, m->eps, {m->cos, m->sin, m->rope_dim}, plan.positions.data(),
                       b->slots, T, heads, m->scale * LOG2E, b->block_size / GROUP, q.data(), k, v);
-    KvLayer kv{k, v, m->num_kv_heads, b->block_size / GROUP, m->head_dim};
+    KvLayer kv{k, v, b->block_size / GROUP, m->head_dim};
     tree_attention(plan, kv, heads, q.data(), w.window, {top.data(), total.data(), acc.data()}, attended.data());
     linear(attended.data(), w.o, w.o_bias, x.data(), T, H, attn);
     rms_norm(x.data(), residual.data(), w.mlp_norm, m->eps, hidden, T, H);

@@ -14,7 +14,7 @@ struct RaggedBatch {
   int64_t max_blocks;
   const int32_t* query_starts;  // [num_seqs]
   const int32_t* query_lens;    // [num_seqs]
-  int num_seqs, block_size;
+  int num_seqs, block_size, num_kv_heads;
 };
 
 // Query tokens that meet the same tiles, one after the other.
@@ -28,7 +28,7 @@ struct Run {
 
 struct Plan {
   std::vector<int32_t> rows;       // flat query tokens
-  std::vector<int64_t> groups;     // block id * groups per block + place, of each 16-token group
+  std::vector<int64_t> groups;     // where each 16-token group of kv head 0 lies in the cache, counted in groups
   std::vector<Run> runs;           // by wave
   std::vector<int32_t> positions;  // of every query token
   int num_tokens = 0, num_waves = 0;
@@ -96,7 +96,11 @@ class Planner {
       run.high_position = std::max(run.high_position, unit.position + unit.count - 1);
     }
     for (int t = tile; t < stop; t++)
-      for (int g = 0; g < TILE / GROUP; g++) plan_.groups.push_back(group(units_[begin], t * (TILE / GROUP) + g));
+      for (int g = 0; g < TILE / GROUP; g++) {
+        const int per_block = batch_.block_size / GROUP;
+        const int64_t at = group(units_[begin], t * (TILE / GROUP) + g), block = at / per_block;
+        plan_.groups.push_back(block * batch_.num_kv_heads * per_block + at % per_block);
+      }
     plan_.runs.push_back(run);
   }
 
