@@ -123,6 +123,9 @@ class ForcedModel:
         self.tokens = torch.tensor(tokens)
         self.margin = margin
 
+    def make_kv(self, num_blocks: int, block_size: int) -> KVCache:
+        return KVCache.make(self.spec, num_blocks, block_size, self.dtype, self.device)
+
     def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
         return inputs.positions[:, None].float()
 

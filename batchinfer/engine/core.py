@@ -18,7 +18,7 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.tree_cache import Match, TreeCache
 from batchinfer.engine.window import WindowPlan
-from batchinfer.models.decoder import FusedHead, KVCache, LanguageModel
+from batchinfer.models.decoder import FusedHead, KVPool, LanguageModel
 from batchinfer.types import Completion, ErrorCode, FinishReason, RowError
 
 #: fp32 logits held at a time while sampling: 64 MiB.
@@ -54,7 +54,7 @@ class WindowRun:
         self,
         plan: WindowPlan,
         model: LanguageModel,
-        kv: KVCache,
+        kv: KVPool,
         sampler: Sampler,
         limits: RunLimits,
         stats: EngineStats,
@@ -67,8 +67,7 @@ class WindowRun:
         self.stats = stats
         self.check = check
         self.saw_non_finite = False
-        num_blocks = kv.k.shape[1] // kv.block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(kv.num_blocks)
         self.cache = TreeCache(self.pool, kv.block_size, plan.nodes)
         self.scheduler = Scheduler(plan.sequences, self.cache, self.pool, limits.max_batch_tokens, limits.max_num_seqs)
         plan.sequences.clear()

@@ -18,7 +18,7 @@ from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.window import WindowPlan, WindowPlanner
 from batchinfer.errors import InputError
-from batchinfer.models.decoder import Decoder, KVCache, LanguageModel
+from batchinfer.models.decoder import Decoder, KVPool, LanguageModel, kv_bytes_per_block
 from batchinfer.models.source import ModelSource, resolve_model
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.models.weights import DecoderWeights
@@ -96,7 +96,7 @@ class Engine:
         self.stats = EngineStats()
         self.check_integrity = False  # tests: assert all invariants after each step
         self._sampler = Sampler(tokenizer.num_ids, eos_token_ids)
-        self._kv: KVCache | None = None
+        self._kv: KVPool | None = None
         self._is_running = False
 
     @property
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return KVCache.bytes_per_block(self.model.spec, self.dtype, 1)
+        return kv_bytes_per_block(self.model.spec, self.dtype, 1)
 
     def run(
         self, prompts: Sequence[Prompt], on_step: Callable[[EngineStats], None] | None = None
@@ -140,7 +140,7 @@ class Engine:
         kv = self._make_kv(plan, most_blocks)
         stats.num_prompt_tokens = plan.num_prompt_tokens
         stats.num_prompt_tokens_shareable = plan.num_shareable_tokens
-        stats.num_kv_blocks = kv.k.shape[1] // kv.block_size
+        stats.num_kv_blocks = kv.num_blocks
         stats.planning_s = time.perf_counter() - began
         limits = RunLimits(config.max_batch_tokens, config.max_num_seqs, self.max_model_len)
         run = WindowRun(plan, self.model, kv, self._sampler, limits, stats, check=self.check_integrity)
@@ -179,11 +179,11 @@ class Engine:
         return replace(prompt, error=RowError(ErrorCode.NEVER_FITS, message))
 
     def _bytes_per_block(self) -> int:
-        return KVCache.bytes_per_block(self.model.spec, self.dtype, self.config.block_size)
+        return kv_bytes_per_block(self.model.spec, self.dtype, self.config.block_size)
 
     def _kv_limit_bytes(self) -> int:
         """The largest pool that may be made when no size is given."""
-        held = 0 if self._kv is None else 2 * self._kv.k.nbytes
+        held = 0 if self._kv is None else self._kv.nbytes
         if self.device.type == "cuda":
             return int((torch.cuda.mem_get_info(self.device)[0] + held) * KV_SHARE)
         return int((free_memory_bytes() + held) * KV_SHARE)
@@ -200,7 +200,7 @@ class Engine:
             )
         return self.config.kv_memory_bytes // per_block
 
-    def _make_kv(self, plan: WindowPlan, most_blocks: int) -> KVCache:
+    def _make_kv(self, plan: WindowPlan, most_blocks: int) -> KVPool:
         """The KV pool: of the size asked for, else what the plan can use within the limit."""
         num_blocks, block_size = most_blocks, self.config.block_size
         if self.config.kv_memory_bytes is None:
@@ -209,9 +209,9 @@ class Engine:
             )
             kept = sum(-(-(node.end - node.start) // block_size) + 1 for node in plan.nodes)
             num_blocks = max(1, min(sum(needs[: self.config.max_num_seqs]) + kept, most_blocks))
-        if self._kv is None or self._kv.k.shape[1] // self._kv.block_size != num_blocks:
+        if self._kv is None or self._kv.num_blocks != num_blocks:
             self._kv = None  # free the old pool first
-            self._kv = KVCache.make(self.model.spec, num_blocks, block_size, self.dtype, self.device)
+            self._kv = self.model.make_kv(num_blocks, block_size)
         return self._kv
 
     def prompt(

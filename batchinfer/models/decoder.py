@@ -7,7 +7,7 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,39 +30,66 @@ class StepInputs:
     ragged: RaggedBatch  # host
 
 
+class KVPool(Protocol):
+    """The KV of all layers, in blocks. How it lies within a block is the model's affair.
+
+    Zeroed when made: a masked key still meets its value as 0 * v.
+    """
+
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy (source, target) blocks in every layer; all sources are read before a target is written."""
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero these blocks in every layer."""
+
+
+def kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The KV pool of all layers. Zeroed when made: a masked key still meets its value as 0 * v."""
+    """The pool of the torch decoder: KV by slots, see kernels.reference."""
 
     k: Tensor  # [num_layers, num_blocks * block_size, num_kv_heads, head_dim]
     v: Tensor
     block_size: int
 
-    @staticmethod
-    def bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
-        return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[1] // self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
 
     @classmethod
     def make(
         cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         shape = (spec.num_layers, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
-        k, v = (_zeros(shape, dtype, device) for _ in range(2))
+        k, v = (zeroed_pages(shape, dtype, device) for _ in range(2))
         return cls(k, v, block_size)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy block contents in every layer; all sources are read before a target is written."""
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.k.device).unbind(1)
         reference.copy_kv(self.k, self.v, sources, targets, self.block_size)
 
     def clear_blocks(self, blocks: list[int]) -> None:
-        """Zero these blocks in every layer. Whole ones: how KV lies within a block is the model's affair."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
         for cache in (self.k, self.v):
             cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index] = 0
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeroed_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Zeroed pages of the operating system cost nothing until they are touched, where torch.zeros writes
@@ -81,7 +108,10 @@ class LanguageModel(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
+    def make_kv(self, num_blocks: int, block_size: int) -> KVPool:
+        """An empty pool for `forward`."""
+
+    def forward(self, inputs: StepInputs, kv: Any) -> Tensor:
         """Store the tokens' KV; final hidden states [num_tokens, hidden_size]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -126,6 +156,9 @@ class Decoder:
         cos, sin = rope_tables(spec.rope, max_model_len)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)  # [max_model_len, rope.dim / 2] fp32
         self._windows = frozenset(spec.sliding_windows)
+
+    def make_kv(self, num_blocks: int, block_size: int) -> KVCache:
+        return KVCache.make(self.spec, num_blocks, block_size, self.dtype, self.device)
 
     def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
         num_tokens = len(inputs.token_ids)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer.kernels.cpu.library import Batch, Layer, Model, load_library
 from batchinfer.kernels.reference import TargetLogprobs
-from batchinfer.models.decoder import GreedyDraw, KVCache, StepInputs
+from batchinfer.models.decoder import GreedyDraw, StepInputs, zeroed_pages
 from batchinfer.models.rope import rope_tables
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.models.weights import DecoderWeights
@@ -47,15 +47,35 @@ class HeadResult:
     logits: Tensor | None  # [rows, vocab] fp32
 
 
+@dataclass(frozen=True, slots=True)
+class PackedKV:
+    """The pool in the kernels' layout: [layers, blocks, kv heads, K and V, ...], see attention.h."""
+
+    data: Tensor  # [num_layers, num_blocks, 2 * block_size * num_kv_heads * head_dim] bf16
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        sources, targets = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        self.data[:, targets] = self.data[:, sources]
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        self.data[:, torch.tensor(blocks, dtype=torch.int64)] = 0
+
+
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
 class CpuDecoder:
-    """LanguageModel over `libbatchinfer_<instruction set>.so`. Takes the weights over: they are repacked.
-
-    KV lies in groups of 16 tokens, see attention.h; whole blocks are copied and cleared as in KVCache.
-    """
+    """LanguageModel over `libbatchinfer_<instruction set>.so`. Takes the weights over: they are repacked."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, instruction_set: str, max_model_len: int) -> None:
         self.spec = spec
@@ -107,7 +127,12 @@ class CpuDecoder:
         self._library.bi_pack(weight.data_ptr(), out.data_ptr(), rows, columns)
         return out
 
-    def _batch(self, inputs: StepInputs, kv: KVCache) -> Batch:
+    def make_kv(self, num_blocks: int, block_size: int) -> PackedKV:
+        spec = self.spec
+        per_block = 2 * block_size * spec.num_kv_heads * spec.head_dim
+        return PackedKV(zeroed_pages((spec.num_layers, num_blocks, per_block), self.dtype, self.device), block_size)
+
+    def _batch(self, inputs: StepInputs, kv: PackedKV) -> Batch:
         ragged = inputs.ragged
         return Batch(
             num_tokens=len(inputs.token_ids),
@@ -119,12 +144,11 @@ class CpuDecoder:
             block_tables=ragged.block_tables.ctypes.data,
             query_starts=ragged.query_starts.ctypes.data,
             query_lens=ragged.query_lens.ctypes.data,
-            k_cache=kv.k.data_ptr(),
-            v_cache=kv.v.data_ptr(),
-            layer_stride=kv.k[0].numel(),
+            kv_cache=kv.data.data_ptr(),
+            layer_stride=kv.data[0].numel(),
         )
 
-    def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
+    def forward(self, inputs: StepInputs, kv: PackedKV) -> Tensor:
         hidden = torch.empty((len(inputs.token_ids), self.spec.hidden_size), dtype=torch.bfloat16)
         batch = self._batch(inputs, kv)
         self._library.bi_forward(ctypes.byref(self._model), ctypes.byref(batch), hidden.data_ptr())

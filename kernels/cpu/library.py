@@ -47,8 +47,7 @@ class Batch(ctypes.Structure):
         ("block_size", _I32),
         ("max_blocks", _I64),
         *((name, _P) for name in ("token_ids", "slots", "block_tables", "query_starts", "query_lens")),
-        ("k_cache", _P),
-        ("v_cache", _P),
+        ("kv_cache", _P),
         ("layer_stride", _I64),
     ]
 

@@ -1,13 +1,16 @@
 // Attention over the prefix tree with a carried softmax state.
 //
-// KV lies in groups of 16 tokens, [block][kv head][group in block], each group
+// KV lies in groups of 16 tokens, [block][kv head][K groups, then V groups], each group
 //   K [D / 2][16 tokens][2] bf16      V [8 token pairs][D][2] bf16
+// All heads of a block lie together: own tokens are read head by head, in one stretch of memory.
 // Two loops handle a tile of four groups:
 //   lanes: many query heads over one tile. Queries lie in the lanes, keys are broadcast.
 //   own:   one query token's heads of a KV group. Keys lie in the lanes.
 // Both give the same bits for the same query and keys: scores are summed over channel pairs in order, outputs
 // over token pairs in order, and the softmax sum goes through the same dot instruction with ones.
 #pragma once
+#include <omp.h>
+
 #include <vector>
 
 #include "plan.h"
@@ -34,14 +37,15 @@ struct Tile {
 };
 
 struct KvLayer {
-  const bf16 *k, *v;
-  int groups_per_block, dim;
+  const bf16* kv;
+  int block_size, dim;
+  // groups: see Plan::groups
   Tile tile(const int64_t* groups, int head) const {
     Tile out;
+    const int64_t per_block = block_size / GROUP, half = (int64_t)block_size * dim;
     for (int i = 0; i < 4; i++) {
-      int64_t offset = (groups[i] + (int64_t)head * groups_per_block) * GROUP * dim;
-      out.k[i] = k + offset;
-      out.v[i] = v + offset;
+      out.k[i] = kv + (groups[i] + 2 * head * per_block) * GROUP * dim;
+      out.v[i] = out.k[i] + half;
     }
     return out;
   }
@@ -51,6 +55,7 @@ struct Visible {  // of keys in the tile that begins at `begin`
   float begin;
   float window;  // 0: none
   bool cuts_high, cuts_low;
+  int num_groups;  // groups behind the last visible key are left out: their weights would be 0
 };
 
 #if BI_AVX512
@@ -72,7 +77,7 @@ struct Lanes {
     const int dim = DIM ? DIM : dim_;
     F16 max_[V], old[V], factor[V], sum[V], at[V];
     BI_UNROLL for (int v = 0; v < V; v++) max_[v] = old[v] = load(top + v * 16), at[v] = load(position + v * 16);
-    for (int key = 0; key < TILE; key += UNROLL) {
+    for (int key = 0; key < see.num_groups * GROUP; key += UNROLL) {
       const bf16* k = tile.k[key / GROUP] + key % GROUP * 2;
       F16 s[UNROLL][V];
       BI_UNROLL for (int i = 0; i < UNROLL; i++) BI_UNROLL for (int v = 0; v < V; v++) s[i][v] = splat(0.f);
@@ -99,7 +104,7 @@ struct Lanes {
       grew |= any_differs(old[v], max_[v]);
       sum[v] = mul(load(total + v * 16), factor[v]);
     }
-    for (int key = 0; key < TILE; key += 2) BI_UNROLL for (int v = 0; v < V; v++) {
+    for (int key = 0; key < see.num_groups * GROUP; key += 2) BI_UNROLL for (int v = 0; v < V; v++) {
       F16 low = exp2(sub(load(scores + (key * V + v) * 16), max_[v]));
       F16 high = exp2(sub(load(scores + ((key + 1) * V + v) * 16), max_[v]));
       P16 pairs = to_pairs(low, high);
@@ -113,7 +118,7 @@ struct Lanes {
         o[i][v] = load(acc + ((d + i) * V + v) * 16);
         if (grew) o[i][v] = mul(o[i][v], factor[v]);
       }
-      for (int g = 0; g < 4; g++)
+      for (int g = 0; g < see.num_groups; g++)
         for (int pair = 0; pair < GROUP / 2; pair++) {
           P16 weight[V];
           BI_UNROLL for (int v = 0; v < V; v++) weight[v] = load_pairs(weights + ((g * 8 + pair) * V + v) * 32);
@@ -127,6 +132,8 @@ struct Lanes {
     }
   }
 };
+
+static int groups_seen(int first, int position) { return std::min(4, (position - first) / GROUP + 1); }
 
 // One run for up to V * 16 query heads, lanes [begin, begin + count) of the run's rows x heads of a KV group.
 template <int V, int DIM>
@@ -154,7 +161,7 @@ static void run_lanes(const Plan& plan, const Run& run, const KvLayer& kv, const
   for (int t = 0; t < run.num_tiles; t++) {
     int first = (run.first_tile + t) * TILE;
     Visible see{(float)first, (float)window, first + TILE - 1 > run.low_position,
-                window > 0 && first <= run.high_position - window};
+                window > 0 && first <= run.high_position - window, groups_seen(first, run.high_position)};
     lanes.meet(kv.tile(&plan.groups[(size_t)(run.tiles_begin + t) * 4], kv_head), see, dim);
   }
   for (int i = 0; i < count; i++) {
@@ -164,129 +171,147 @@ static void run_lanes(const Plan& plan, const Run& run, const KvLayer& kv, const
   }
 }
 
-// One run for G query heads of one token, which share a KV head. While a tile is computed the next one is fetched;
-// `after` is the one that this thread will need when the run is over.
-template <int G, int DIM>
-static void run_own(const Plan& plan, const Run& run, const KvLayer& kv, int kv_head, int64_t head, int position,
-                    const bf16* q, int window, State state, int dim_, const Tile& after) {
+// One tile for G query heads of one token, which share a KV head: q [G, dim], state of head 0. Meanwhile `next`,
+// the tile that this thread will need then, is fetched.
+template <int G, int DIM, int GROUPS>
+static __attribute__((noinline)) void meet_own(const Tile& tile, const Tile& next, const bf16* q, int first,
+                                               int position, int window, State state, int dim_) {
   const int dim = DIM ? DIM : dim_;
-  q += head * dim;
-  float* acc = state.acc + head * dim;
-  if (run.wave == 0) memset(acc, 0, sizeof(float) * G * dim);
-  F16 sum[G];
-  BI_UNROLL for (int g = 0; g < G; g++) sum[g] = splat(state.total[head + g]);
-  float* top = state.top + head;
-  alignas(64) float iota[16];
-  for (int i = 0; i < 16; i++) iota[i] = (float)i;
-  Tile next = kv.tile(&plan.groups[(size_t)run.tiles_begin * 4], kv_head);
-  for (int t = 0; t < run.num_tiles; t++) {
-    const Tile tile = next;
-    next = t + 1 < run.num_tiles ? kv.tile(&plan.groups[(size_t)(run.tiles_begin + t + 1) * 4], kv_head) : after;
-    const int first = (run.first_tile + t) * TILE;
-    F16 s[G][4];
-    BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < 4; j++) s[g][j] = splat(0.f);
-    for (int d = 0; d < dim / 2; d++) {
-      P16 key[4];
-      BI_UNROLL for (int j = 0; j < 4; j++) {
-        key[j] = load_pairs(tile.k[j] + d * 32);
-        prefetch(next.k[j] + d * 32);
-      }
-      BI_UNROLL for (int g = 0; g < G; g++) {
-        P16 pair = splat_pair(q + g * dim + 2 * d);
-        BI_UNROLL for (int j = 0; j < 4; j++) s[g][j] = dot2(s[g][j], key[j], pair);
-      }
-    }
-    if (first + TILE - 1 > position || (window > 0 && first <= position - window)) {
-      BI_UNROLL for (int j = 0; j < 4; j++) {
-        F16 place = add(load(iota), splat((float)(first + j * 16))), at = splat((float)position);
-        BI_UNROLL for (int g = 0; g < G; g++) {
-          s[g][j] = where_greater(place, at, splat(MASKED), s[g][j]);
-          if (window > 0)
-            s[g][j] = where_greater(add(place, splat((float)window - 0.5f)), at, s[g][j], splat(MASKED));
-        }
-      }
-    }
-    alignas(64) bf16 weights[G][TILE];
+  F16 s[G][GROUPS], sum[G];
+  BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < GROUPS; j++) s[g][j] = splat(0.f);
+  for (int d = 0; d < dim / 2; d++) {
+    P16 key[GROUPS];
+    BI_UNROLL for (int j = 0; j < GROUPS; j++) key[j] = load_pairs(tile.k[j] + d * 32);
+    BI_UNROLL for (int j = 0; j < 4; j++) prefetch(next.k[j] + d * 32);
     BI_UNROLL for (int g = 0; g < G; g++) {
-      float high = reduce_max(max(max(s[g][0], s[g][1]), max(s[g][2], s[g][3])));
-      if (high > top[g]) {
-        F16 factor = exp2(sub(splat(top[g]), splat(high)));
-        top[g] = high;
-        sum[g] = mul(sum[g], factor);
-        for (int d = 0; d < dim; d += 16) store(acc + g * dim + d, mul(load(acc + g * dim + d), factor));
-      }
-      BI_UNROLL for (int j = 0; j < 4; j += 2)
-        store_narrow2(weights[g] + j * 16, exp2(sub(s[g][j], splat(top[g]))), exp2(sub(s[g][j + 1], splat(top[g]))));
-    }
-    for (int part = 0; part < dim; part += 64) {
-      const int vectors = std::min(4, (dim - part) / 16);
-      auto weigh = [&](auto count) {
-        constexpr int C = decltype(count)::value;
-        F16 o[G][C];
-        BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < C; j++)
-          o[g][j] = load(acc + g * dim + part + j * 16);
-        for (int group = 0; group < 4; group++)
-          for (int pair = 0; pair < GROUP / 2; pair++) {
-            const int64_t at = (pair * dim + part) * 2;
-            P16 value[C];
-            BI_UNROLL for (int j = 0; j < C; j++) {
-              value[j] = load_pairs(tile.v[group] + at + j * 32);
-              prefetch(next.v[group] + at + j * 32);
-            }
-            BI_UNROLL for (int g = 0; g < G; g++) {
-              P16 weight = splat_pair(&weights[g][group * GROUP + 2 * pair]);
-              if (part == 0) sum[g] = dot2(sum[g], weight, ones());
-              BI_UNROLL for (int j = 0; j < C; j++) o[g][j] = dot2(o[g][j], weight, value[j]);
-            }
-          }
-        BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < C; j++)
-          store(acc + g * dim + part + j * 16, o[g][j]);
-      };
-      if (vectors == 4) weigh(std::integral_constant<int, 4>{});
-      else if (vectors == 3) weigh(std::integral_constant<int, 3>{});
-      else if (vectors == 2) weigh(std::integral_constant<int, 2>{});
-      else weigh(std::integral_constant<int, 1>{});
+      P16 pair = splat_pair(q + g * dim + 2 * d);
+      BI_UNROLL for (int j = 0; j < GROUPS; j++) s[g][j] = dot2(s[g][j], key[j], pair);
     }
   }
-  BI_UNROLL for (int g = 0; g < G; g++) state.total[head + g] = first_lane(sum[g]);
+  if (first + TILE - 1 > position || (window > 0 && first <= position - window)) {
+    alignas(64) float iota[16];
+    for (int i = 0; i < 16; i++) iota[i] = (float)i;
+    BI_UNROLL for (int j = 0; j < GROUPS; j++) {
+      F16 place = add(load(iota), splat((float)(first + j * 16))), at = splat((float)position);
+      BI_UNROLL for (int g = 0; g < G; g++) {
+        s[g][j] = where_greater(place, at, splat(MASKED), s[g][j]);
+        if (window > 0)
+          s[g][j] = where_greater(add(place, splat((float)window - 0.5f)), at, s[g][j], splat(MASKED));
+      }
+    }
+  }
+  alignas(64) bf16 weights[G][TILE];
+  BI_UNROLL for (int g = 0; g < G; g++) {
+    F16 highest = s[g][0];
+    BI_UNROLL for (int j = 1; j < GROUPS; j++) highest = max(highest, s[g][j]);
+    const float high = reduce_max(highest);
+    float* top = state.top + g;
+    sum[g] = splat(state.total[g]);
+    if (high > *top) {
+      F16 factor = exp2(sub(splat(*top), splat(high)));
+      *top = high;
+      sum[g] = mul(sum[g], factor);
+      float* acc = state.acc + g * dim;
+      for (int d = 0; d < dim; d += 16) store(acc + d, mul(load(acc + d), factor));
+    }
+    BI_UNROLL for (int j = 0; j < GROUPS; j++)
+      store_narrow(weights[g] + j * 16, exp2(sub(s[g][j], splat(*top))));
+  }
+  auto weigh = [&](auto count, int part) {
+    constexpr int C = decltype(count)::value;
+    F16 o[G][C];
+    BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < C; j++)
+      o[g][j] = load(state.acc + g * dim + part + j * 16);
+    for (int group = 0; group < GROUPS; group++)
+      for (int pair = 0; pair < GROUP / 2; pair++) {
+        const int64_t at = (pair * dim + part) * 2;
+        P16 value[C];
+        BI_UNROLL for (int j = 0; j < C; j++) value[j] = load_pairs(tile.v[group] + at + j * 32);
+        BI_UNROLL for (int j = 0; j < C; j++) prefetch(next.v[group] + at + j * 32);
+        BI_UNROLL for (int g = 0; g < G; g++) {
+          P16 weight = splat_pair(&weights[g][group * GROUP + 2 * pair]);
+          if (part == 0) sum[g] = dot2(sum[g], weight, ones());
+          BI_UNROLL for (int j = 0; j < C; j++) o[g][j] = dot2(o[g][j], weight, value[j]);
+        }
+      }
+    BI_UNROLL for (int g = 0; g < G; g++) BI_UNROLL for (int j = 0; j < C; j++)
+      store(state.acc + g * dim + part + j * 16, o[g][j]);
+  };
+  int part = 0;
+  for (; part + 64 <= dim; part += 64) weigh(std::integral_constant<int, 4>{}, part);
+  if constexpr (DIM == 0)
+    for (; part < dim; part += 16) weigh(std::integral_constant<int, 1>{}, part);
+  BI_UNROLL for (int g = 0; g < G; g++) state.total[g] = first_lane(sum[g]);
 }
 
+template <int G, int DIM>
+static void meet_own(const Tile& tile, const Tile& next, const bf16* q, int first, int position, int window,
+                     State state, int dim) {
+  const int groups = groups_seen(first, position);
+  if (groups == 1) meet_own<G, DIM, 1>(tile, next, q, first, position, window, state, dim);
+  else if (groups == 2) meet_own<G, DIM, 2>(tile, next, q, first, position, window, state, dim);
+  else meet_own<G, DIM, 4>(tile, next, q, first, position, window, state, dim);
+}
+
+// One run for one token and KV heads [kv_begin, kv_end), tile by tile.
 template <int DIM>
-static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_head, int row,
-                      const bf16* q, int window, State state, const Tile& after) {
-  int64_t head = (int64_t)row * heads.num_heads + kv_head * heads.per_group();
-  for (int left = heads.per_group(); left > 0;) {
-    auto go = [&](auto count) {
-      constexpr int G = decltype(count)::value;
-      run_own<G, DIM>(plan, run, kv, kv_head, head, plan.positions[row], q, window, state, heads.dim, after);
-      head += G;
-      left -= G;
-    };
-    if (left >= 4) go(std::integral_constant<int, 4>{});
-    else if (left == 3) go(std::integral_constant<int, 3>{});
-    else if (left == 2) go(std::integral_constant<int, 2>{});
-    else go(std::integral_constant<int, 1>{});
+static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_begin,
+                      int kv_end, int row, const bf16* q, int window, State state, const Tile& after) {
+  const int dim = DIM ? DIM : heads.dim, per_group = heads.per_group(), position = plan.positions[row];
+  const int64_t begin = (int64_t)row * heads.num_heads + kv_begin * per_group;
+  if (run.wave == 0) memset(state.acc + begin * dim, 0, sizeof(float) * (kv_end - kv_begin) * per_group * dim);
+  const int64_t* groups = &plan.groups[(size_t)run.tiles_begin * 4];
+  Tile next = kv.tile(groups, kv_begin);
+  for (int t = 0; t < run.num_tiles; t++) {
+    for (int h = kv_begin; h < kv_end; h++) {
+      const Tile tile = next;
+      next = h + 1 < kv_end ? kv.tile(groups + t * 4, h + 1)
+             : t + 1 < run.num_tiles ? kv.tile(groups + (t + 1) * 4, kv_begin) : after;
+      const int first = (run.first_tile + t) * TILE;
+      int64_t head = (int64_t)row * heads.num_heads + h * per_group;
+      for (int left = per_group; left > 0;) {
+        auto go = [&](auto count) {
+          constexpr int G = decltype(count)::value;
+          meet_own<G, DIM>(tile, next, q + head * dim, first, position, window,
+                           {state.top + head, state.total + head, state.acc + head * dim}, heads.dim);
+          head += G;
+          left -= G;
+        };
+        if (left >= 4) go(std::integral_constant<int, 4>{});
+        else if (left == 3) go(std::integral_constant<int, 3>{});
+        else if (left == 2) go(std::integral_constant<int, 2>{});
+        else go(std::integral_constant<int, 1>{});
+      }
+    }
   }
 }
 
 constexpr int PIECES_AT_A_TIME = 4;  // neighbours go to one thread, which fetches the next one's first tile
+constexpr int MANY_LANES = 24;  // from here on a unit's tokens are handled by themselves, without carrying state
 constexpr int FEW_LANES = 8;  // up to here each token is handled by itself
 
-// A piece of a run that one thread does at a time.
+// A piece of a run that one thread does at a time: KV heads [kv_begin, kv_end) of token `begin` of the run, or,
+// with a count, that many lanes of the run's tokens x heads of one KV head.
 struct Piece {
-  int run, kv_head, begin, count;  // count 0: token `begin` of the run
+  int run, kv_begin, kv_end, begin, count;
 };
 
 static void cut_pieces(const Plan& plan, const Heads& heads, int first_run, int last_run, std::vector<Piece>& out) {
   out.clear();
+  int num_tokens = 0;
+  for (int r = first_run; r < last_run; r++) num_tokens += plan.runs[r].num_rows;
+  // A token's heads stay together, unless there are too few tokens to keep all threads busy.
+  const int heads_at_a_time = num_tokens < 8 * omp_get_max_threads() ? 1 : heads.num_kv_heads;
   for (int r = first_run; r < last_run; r++) {
     const Run& run = plan.runs[r];
     const int lanes = run.num_rows * heads.per_group();
-    for (int h = 0; h < heads.num_kv_heads; h++) {
-      if (run.num_rows == 1 || lanes <= FEW_LANES)
-        for (int i = 0; i < run.num_rows; i++) out.push_back({r, h, i, 0});
-      else
-        for (int i = 0; i < lanes; i += 32) out.push_back({r, h, i, std::min(32, lanes - i)});
+    if (run.num_rows == 1 || lanes <= FEW_LANES) {
+      for (int i = 0; i < run.num_rows; i++)
+        for (int h = 0; h < heads.num_kv_heads; h += heads_at_a_time)
+          out.push_back({r, h, std::min(h + heads_at_a_time, heads.num_kv_heads), i, 0});
+    } else {
+      for (int h = 0; h < heads.num_kv_heads; h++)
+        for (int i = 0; i < lanes; i += 32) out.push_back({r, h, h + 1, i, std::min(32, lanes - i)});
     }
   }
 }
@@ -307,14 +332,14 @@ static void attend(const Plan& plan, const KvLayer& kv, const Heads& heads, cons
       const Piece& piece = pieces[p];
       const Run& run = plan.runs[piece.run];
       const Piece& following = pieces[std::min(p + 1, pieces.size() - 1)];
-      const Tile after = kv.tile(&plan.groups[(size_t)plan.runs[following.run].tiles_begin * 4], following.kv_head);
+      const Tile after = kv.tile(&plan.groups[(size_t)plan.runs[following.run].tiles_begin * 4], following.kv_begin);
       if (piece.count == 0)
-        run_token<DIM>(plan, run, kv, heads, piece.kv_head, plan.rows[run.rows_begin + piece.begin], q, window, state,
-                       after);
+        run_token<DIM>(plan, run, kv, heads, piece.kv_begin, piece.kv_end, plan.rows[run.rows_begin + piece.begin], q,
+                       window, state, after);
       else if (piece.count > 16)
-        run_lanes<2, DIM>(plan, run, kv, heads, piece.kv_head, piece.begin, piece.count, q, window, state);
+        run_lanes<2, DIM>(plan, run, kv, heads, piece.kv_begin, piece.begin, piece.count, q, window, state);
       else
-        run_lanes<1, DIM>(plan, run, kv, heads, piece.kv_head, piece.begin, piece.count, q, window, state);
+        run_lanes<1, DIM>(plan, run, kv, heads, piece.kv_begin, piece.begin, piece.count, q, window, state);
     }
   }
 #pragma omp parallel for schedule(static)

@@ -33,9 +33,14 @@ struct bi_batch {
   int64_t max_blocks;
   const int64_t *token_ids, *slots;  // [num_tokens]
   const int32_t *block_tables, *query_starts, *query_lens;
-  bf16 *k_cache, *v_cache;  // [layers, blocks * block_size * num_kv_heads * head_dim]
-  int64_t layer_stride;     // elements
+  bf16* kv_cache;        // [layers, blocks, kv heads, K and V, block_size * head_dim], see attention.h
+  int64_t layer_stride;  // elements
 };
+
+static int rows_alone(const bi_model& m) {
+  const int per_group = m.num_heads / m.num_kv_heads;
+  return std::max(2, (MANY_LANES + per_group - 1) / per_group);
+}
 
 const char* bi_isa() { return BI_ISA_NAME; }
 
@@ -58,18 +63,17 @@ void bi_tree_attention(const bi_model* m, const bi_batch* b, int32_t window, con
   const Heads heads{m->num_heads, m->num_kv_heads, m->head_dim};
   Plan plan;
   const RaggedBatch ragged{b->block_tables, b->max_blocks, b->query_starts, b->query_lens, b->num_seqs, b->block_size,
-                           m->num_kv_heads};
+                           m->num_kv_heads, rows_alone(*m)};
   Planner(ragged, window, plan);
   std::vector<float> top((size_t)plan.num_tokens * m->num_heads), total(top.size()), acc(top.size() * m->head_dim);
-  KvLayer kv{b->k_cache, b->v_cache, b->block_size / GROUP, m->head_dim};
+  KvLayer kv{b->kv_cache, b->block_size, m->head_dim};
   tree_attention(plan, kv, heads, q, window, {top.data(), total.data(), acc.data()}, out);
 }
 
 void bi_rope_and_store_kv(const bi_model* m, const bi_batch* b, const bf16* q_norm, const bf16* k_norm,
                           const bf16* qkv, const int32_t* positions, bf16* q) {
   rope_and_store_kv(qkv, q_norm, k_norm, m->eps, {m->cos, m->sin, m->rope_dim}, positions, b->slots, b->num_tokens,
-                    {m->num_heads, m->num_kv_heads, m->head_dim}, m->scale * LOG2E, b->block_size / GROUP, q,
-                    b->k_cache, b->v_cache);
+                    {m->num_heads, m->num_kv_heads, m->head_dim}, m->scale * LOG2E, b->block_size, q, b->kv_cache);
 }
 
 // Stores the tokens' KV and writes final hidden states [num_tokens, hidden].
@@ -78,7 +82,7 @@ void bi_forward(const bi_model* m, const bi_batch* b, bf16* hidden) {
   const Heads heads{m->num_heads, m->num_kv_heads, m->head_dim};
   const int attn = m->num_heads * m->head_dim, qkv_width = attn + 2 * m->num_kv_heads * m->head_dim;
   const RaggedBatch ragged{b->block_tables, b->max_blocks, b->query_starts, b->query_lens, b->num_seqs, b->block_size,
-                           m->num_kv_heads};
+                           m->num_kv_heads, rows_alone(*m)};
   std::vector<std::pair<int, std::unique_ptr<Plan>>> plans;
   auto plan_for = [&](int window) -> const Plan& {
     for (auto& [of, plan] : plans)
@@ -105,12 +109,12 @@ void bi_forward(const bi_model* m, const bi_batch* b, bf16* hidden) {
   for (int l = 0; l < m->num_layers; l++) {
     const bi_layer& w = m->layers[l];
     const Plan& plan = plan_for(w.window);
-    bf16 *k = b->k_cache + l * b->layer_stride, *v = b->v_cache + l * b->layer_stride;
+    bf16* const cache = b->kv_cache + l * b->layer_stride;
     rms_norm(update, residual.data(), w.attn_norm, m->eps, hidden, T, H);
     linear(hidden, w.qkv, w.qkv_bias, wide.data(), T, qkv_width, H);
     rope_and_store_kv(wide.data(), w.q_norm, w.k_norm, m->eps, {m->cos, m->sin, m->rope_dim}, plan.positions.data(),
-                      b->slots, T, heads, m->scale * LOG2E, b->block_size / GROUP, q.data(), k, v);
-    KvLayer kv{k, v, b->block_size / GROUP, m->head_dim};
+                      b->slots, T, heads, m->scale * LOG2E, b->block_size, q.data(), cache);
+    KvLayer kv{cache, b->block_size, m->head_dim};
     tree_attention(plan, kv, heads, q.data(), w.window, {top.data(), total.data(), acc.data()}, attended.data());
     linear(attended.data(), w.o, w.o_bias, x.data(), T, H, attn);
     rms_norm(x.data(), residual.data(), w.mlp_norm, m->eps, hidden, T, H);

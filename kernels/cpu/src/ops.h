@@ -81,8 +81,7 @@ BI_INLINE void rotate(float* x, const RopeTables& rope, int position) {
 // q_norm, k_norm: [dim] or null. slots: block * block_size + place of each token.
 static void rope_and_store_kv(const bf16* qkv, const bf16* q_norm, const bf16* k_norm, float eps,
                               const RopeTables& rope, const int32_t* positions, const int64_t* slots, int tokens,
-                              const Heads& heads, float scale, int groups_per_block, bf16* q, bf16* k_cache,
-                              bf16* v_cache) {
+                              const Heads& heads, float scale, int block_size, bf16* q, bf16* kv_cache) {
   const int dim = heads.dim, width = heads.num_heads + 2 * heads.num_kv_heads;
 #pragma omp parallel for schedule(static)
   for (int t = 0; t < tokens; t++) {
@@ -99,14 +98,15 @@ static void rope_and_store_kv(const bf16* qkv, const bf16* q_norm, const bf16* k
       bf16* out = q + ((int64_t)t * heads.num_heads + h) * dim;
       for (int d = 0; d < dim; d += 16) store_narrow(out + d, mul(load(x + d), splat(scale)));
     }
-    const int64_t group = slots[t] / GROUP, block = group / groups_per_block, place = group % groups_per_block;
+    const int64_t block = slots[t] / block_size, group = slots[t] % block_size / GROUP;
     const int token = slots[t] % GROUP;
     for (int h = 0; h < heads.num_kv_heads; h++) {
-      int64_t at = ((block * heads.num_kv_heads + h) * groups_per_block + place) * GROUP * dim;
+      bf16* k = kv_cache + (block * heads.num_kv_heads + h) * 2 * block_size * dim + group * GROUP * dim;
+      bf16* v = k + (int64_t)block_size * dim;
       read(row + (heads.num_heads + h) * dim, k_norm);
-      for (int d = 0; d < dim; d++) k_cache[at + (d / 2 * GROUP + token) * 2 + d % 2] = narrow(x[d]);
+      for (int d = 0; d < dim; d++) k[(d / 2 * GROUP + token) * 2 + d % 2] = narrow(x[d]);
       const bf16* value = row + (heads.num_heads + heads.num_kv_heads + h) * dim;
-      for (int d = 0; d < dim; d++) v_cache[at + (token / 2 * dim + d) * 2 + token % 2] = value[d];
+      for (int d = 0; d < dim; d++) v[(token / 2 * dim + d) * 2 + token % 2] = value[d];
     }
   }
 }

@@ -15,6 +15,7 @@ struct RaggedBatch {
   const int32_t* query_starts;  // [num_seqs]
   const int32_t* query_lens;    // [num_seqs]
   int num_seqs, block_size, num_kv_heads;
+  int rows_alone;  // units of so many tokens share no loads: they fill the lanes by themselves
 };
 
 // Query tokens that meet the same tiles, one after the other.
@@ -28,7 +29,7 @@ struct Run {
 
 struct Plan {
   std::vector<int32_t> rows;       // flat query tokens
-  std::vector<int64_t> groups;     // where each 16-token group of kv head 0 lies in the cache, counted in groups
+  std::vector<int64_t> groups;     // where the K of each 16-token group of kv head 0 lies in the cache, in groups
   std::vector<Run> runs;           // by wave
   std::vector<int32_t> positions;  // of every query token
   int num_tokens = 0, num_waves = 0;
@@ -50,6 +51,10 @@ class Planner {
         int next = std::min(end, (p / TILE + 1) * TILE);
         int low = window > 0 ? std::max(0, p - window + 1) / TILE : 0;
         units_.push_back({s, row, next - p, low, p / TILE, p});
+        if (next - p >= batch.rows_alone) {
+          emit(units_.size() - 1, units_.size(), low, p / TILE + 1, 0);
+          units_.pop_back();
+        }
         row += next - p;
         p = next;
       }
@@ -99,7 +104,7 @@ class Planner {
       for (int g = 0; g < TILE / GROUP; g++) {
         const int per_block = batch_.block_size / GROUP;
         const int64_t at = group(units_[begin], t * (TILE / GROUP) + g), block = at / per_block;
-        plan_.groups.push_back(block * batch_.num_kv_heads * per_block + at % per_block);
+        plan_.groups.push_back(block * 2 * batch_.num_kv_heads * per_block + at % per_block);
       }
     plan_.runs.push_back(run);
   }

