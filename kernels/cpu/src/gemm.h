@@ -32,13 +32,13 @@ BI_INLINE void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int K,
   }
 }
 
-// One tile of R rows x C * 16 outputs, handed to `sink(row, column, vector)`.
+// One tile of R rows x C * 16 outputs, handed to `sink(row, column, vectors [R][C])`.
 template <int R, int C, class Sink>
 static __attribute__((noinline)) void tile(const bf16* x, int64_t x_stride, const bf16* w, int K, int row, int column,
                                            const Sink& sink) {
   F16 acc[R][C];
   accumulate<R, C>(x + row * x_stride, x_stride, w + (int64_t)column * K, K, acc);
-  BI_UNROLL for (int r = 0; r < R; r++) BI_UNROLL for (int c = 0; c < C; c++) sink(row + r, column + c * 16, acc[r][c]);
+  sink(row, column, acc);
 }
 
 template <int R, int C, class Sink>
@@ -59,7 +59,7 @@ static void panel(const bf16* x, int64_t x_stride, const bf16* w, int K, int beg
   if constexpr (C > 1) panel<C - 1>(x, x_stride, w, K, begin, end, column, vectors, sink);
 }
 
-// x [M, K] times packed w: every output vector is handed to `sink` once, from any thread.
+// x [M, K] times packed w: every tile of outputs is handed to `sink` once, from any thread.
 template <class Sink>
 static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N, int K, const Sink& sink) {
   const int vectors = (N + 15) / 16, panels = (vectors + COLS - 1) / COLS, chunks = (M + ROW_CHUNK - 1) / ROW_CHUNK;
@@ -72,19 +72,35 @@ static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N,
   }
 }
 
+struct StoreNarrow {
+  const bf16* bias;  // [N] or null
+  bf16* out;         // [M, N]
+  int N;
+
+  template <int R, int C>
+  __attribute__((always_inline)) void operator()(int row, int column, F16 (&acc)[R][C]) const {
+    BI_UNROLL for (int c = 0; c < C; c++) {
+      const int at = column + c * 16;
+      if (at + 16 <= N) {
+        BI_UNROLL for (int r = 0; r < R; r++) {
+          F16 value = bias ? add(acc[r][c], load_widen(bias + at)) : acc[r][c];
+          store_narrow(out + (int64_t)(row + r) * N + at, value);
+        }
+      } else {
+        for (int r = 0; r < R; r++) {
+          float lanes[16];
+          store(lanes, acc[r][c]);
+          for (int i = 0; at + i < N; i++)
+            out[(int64_t)(row + r) * N + at + i] = narrow(lanes[i] + (bias ? widen(bias[at + i]) : 0.f));
+        }
+      }
+    }
+  }
+};
+
 // out [M, N] bf16 = x w^T + bias; bias [N] bf16 or null.
 static void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int M, int N, int K) {
-  matmul(x, K, w, M, N, K, [=](int row, int column, F16 value) {
-    if (column + 16 <= N) {
-      if (bias) value = add(value, load_widen(bias + column));
-      store_narrow(out + (int64_t)row * N + column, value);
-    } else {
-      float lanes[16];
-      store(lanes, value);
-      for (int i = 0; column + i < N; i++)
-        out[(int64_t)row * N + column + i] = narrow(lanes[i] + (bias ? widen(bias[column + i]) : 0.f));
-    }
-  });
+  matmul(x, K, w, M, N, K, StoreNarrow{bias, out, N});
 }
 
 static void pack(const bf16* w, bf16* out, int N, int K) {

@@ -19,9 +19,26 @@ struct HeadOut {
   float* target_logit;    // [rows]
 };
 
-// Per row and lane, over the panels of a group.
-struct LaneState {
-  F16 top, id, high, sum, moment;
+// Per row and lane, over the panels of a group; what every row needs lies apart from what few want.
+struct LaneStates {
+  std::vector<F16> top, id, check, high, sum, moment;
+  void reset(int rows, bool wants_sum) {
+    top.assign(rows, splat(-std::numeric_limits<float>::infinity()));
+    id.assign(rows, splat(0.f));
+    check.assign(rows, splat(0.f));  // NaN once a logit was NaN or infinite
+    if (!wants_sum) return;
+    high.assign(rows, splat(MASKED));
+    sum.assign(rows, splat(0.f));
+    moment.assign(rows, splat(0.f));
+  }
+  void take_sum(int row, F16 x, bool wants_moment) {
+    const F16 new_high = max(high[row], x), log2e = splat(LOG2E);
+    const F16 shift = sub(high[row], new_high), distance = sub(x, new_high);
+    const F16 factor = exp2(mul(shift, log2e)), weight = exp2(mul(distance, log2e));
+    if (wants_moment) moment[row] = fma(weight, distance, mul(factor, fma(sum[row], shift, moment[row])));
+    sum[row] = fma(sum[row], factor, weight);
+    high[row] = new_high;
+  }
 };
 
 // logsumexp and the first moment of exp(x - high), merged in order.
@@ -39,14 +56,54 @@ struct Partial {
   }
 };
 
-BI_INLINE void take_sum(LaneState& s, F16 x, bool wants_moment) {
-  const F16 high = max(s.high, x), log2e = splat(LOG2E);
-  const F16 shift = sub(s.high, high), distance = sub(x, high);
-  const F16 factor = exp2(mul(shift, log2e)), weight = exp2(mul(distance, log2e));
-  if (wants_moment) s.moment = fma(weight, distance, mul(factor, fma(s.sum, shift, s.moment)));
-  s.sum = fma(s.sum, factor, weight);
-  s.high = high;
-}
+struct HeadSink {
+  int begin, V, num_ids;  // first row of the chunk
+  float* logits;
+  const int32_t* target;
+  float* target_logit;
+  bool wants_sum, wants_moment;
+  LaneStates& lanes;
+
+  template <int R, int C>
+  __attribute__((always_inline)) void operator()(int row, int column, F16 (&acc)[R][C]) const {
+    const bool is_whole = column + C * 16 <= std::min(V, num_ids);
+    alignas(64) float iota[16];
+    for (int i = 0; i < 16; i++) iota[i] = (float)(column + i);
+    for (int r = 0; r < R; r++) {
+      const int at = row + r - begin;
+      F16 top = lanes.top[at], id = lanes.id[at], check = lanes.check[at];
+      BI_UNROLL for (int c = 0; c < C; c++) {
+        F16 x = acc[r][c], place = add(load(iota), splat((float)(c * 16))), drawable = x;
+        check = add(check, sub(x, x));
+        if (logits) write(row + r, column + c * 16, x);
+        if (!is_whole) {
+          // Padding of the packed weights is nobody's logit; ids without text have one, but are never drawn.
+          x = where_greater(place, splat((float)V - 0.5f), splat(MASKED), x);
+          drawable = where_greater(place, splat((float)std::min(V, num_ids) - 0.5f),
+                                   splat(-std::numeric_limits<float>::infinity()), x);
+        }
+        id = where_greater(drawable, top, place, id);
+        top = where_greater(drawable, top, drawable, top);
+        if (target) pick(row + r, column + c * 16, x);
+        if (wants_sum) lanes.take_sum(at, x, wants_moment);
+      }
+      lanes.top[at] = top, lanes.id[at] = id, lanes.check[at] = check;
+    }
+  }
+  void write(int row, int column, F16 x) const {
+    float* to = logits + (int64_t)row * V + column;
+    if (column + 16 <= V) return store(to, x);
+    alignas(64) float values[16];
+    store(values, x);
+    for (int i = 0; column + i < V; i++) to[i] = values[i];
+  }
+  void pick(int row, int column, F16 x) const {
+    if (target[row] < column || target[row] >= column + 16) return;
+    alignas(64) float values[16];
+    store(values, x);
+    target_logit[row] = values[target[row] - column];
+  }
+};
 
 // hidden [rows, K] times the packed head [V, K]. logits: [rows, V] fp32 or null. A row whose logits are not all
 // finite gets lse NaN and top NaN.
@@ -57,46 +114,19 @@ static void head(const bf16* hidden, const bf16* w, int rows, int V, int K, int 
   const bool wants_sum = out.lse != nullptr, wants_moment = out.entropy != nullptr;
   std::vector<Partial> partials((size_t)rows * groups);
   std::vector<uint8_t> is_bad((size_t)rows * groups, 0);
-  alignas(64) float iota[16];
-  for (int i = 0; i < 16; i++) iota[i] = (float)i;
-  constexpr float lowest = -std::numeric_limits<float>::infinity();
 #pragma omp parallel for schedule(dynamic, 1)
   for (int item = 0; item < groups * chunks; item++) {
     const int group = item % groups, begin = item / groups * ROW_CHUNK, end = std::min(rows, begin + ROW_CHUNK);
-    thread_local std::vector<LaneState> states;
-    thread_local std::vector<F16> bad;
-    states.assign(end - begin, {splat(lowest), splat(0.f), splat(MASKED), splat(0.f), splat(0.f)});
-    bad.assign(end - begin, splat(0.f));
-    auto sink = [&](int row, int column, F16 x) {
-      if (logits && column + 16 <= V) store(logits + (int64_t)row * V + column, x);
-      F16 id = add(load(iota), splat((float)column)), masked = x;
-      if (column + 16 > V || column + 16 > num_ids) {
-        alignas(64) float lanes[16];
-        store(lanes, x);
-        if (logits && column + 16 > V)
-          for (int i = 0; column + i < V; i++) logits[(int64_t)row * V + column + i] = lanes[i];
-        // Padding of the packed weights is nobody's logit; ids without text have one, but are never drawn.
-        x = where_greater(id, splat((float)V - 0.5f), splat(MASKED), x);
-        masked = where_greater(id, splat((float)num_ids - 0.5f), splat(lowest), x);
-      }
-      if (out.target && out.target[row] >= column && out.target[row] < column + 16) {
-        alignas(64) float lanes[16];
-        store(lanes, x);
-        out.target_logit[row] = lanes[out.target[row] - column];
-      }
-      bad[row - begin] = add(bad[row - begin], sub(x, x));  // NaN for NaN and for infinity
-      LaneState& s = states[row - begin];
-      s.id = where_greater(masked, s.top, id, s.id);
-      s.top = where_greater(masked, s.top, masked, s.top);
-      if (wants_sum) take_sum(s, x, wants_moment);
-    };
+    thread_local LaneStates lanes;
+    lanes.reset(end - begin, wants_sum);
+    const HeadSink sink{begin, V, num_ids, logits, out.target, out.target_logit, wants_sum, wants_moment, lanes};
     for (int p = group * GROUP_PANELS; p < std::min(panels, (group + 1) * GROUP_PANELS); p++)
       panel<COLS>(hidden, K, w, K, begin, end, p * COLS * 16, std::min(COLS, vectors - p * COLS), sink);
     for (int row = begin; row < end; row++) {
-      alignas(64) float top[16], id[16], high[16], sum[16], moment[16], check[16];
-      const LaneState& s = states[row - begin];
-      store(top, s.top), store(id, s.id), store(high, s.high), store(sum, s.sum), store(moment, s.moment);
-      store(check, bad[row - begin]);
+      const int at = row - begin;
+      alignas(64) float top[16], id[16], check[16], high[16], sum[16], moment[16];
+      store(top, lanes.top[at]), store(id, lanes.id[at]), store(check, lanes.check[at]);
+      if (wants_sum) store(high, lanes.high[at]), store(sum, lanes.sum[at]), store(moment, lanes.moment[at]);
       Partial& partial = partials[(size_t)row * groups + group];
       for (int i = 0; i < 16; i++) {
         if (top[i] > partial.top || (top[i] == partial.top && (int32_t)id[i] < partial.id))
