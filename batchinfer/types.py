@@ -70,7 +70,7 @@ class SamplingParams:
             over what top_k left, is at least top_p (1: all). Never empty.
         min_p: then drop ids less probable than min_p times the most probable one (0: none).
         repetition_penalty: positive logits of ids in prompt or output are divided by it, negative
-            ones multiplied (Keskar et al. 2019, CTRL, section 4.1). 1: off.
+            ones multiplied (Keskar et al. 2019, CTRL, section 4.1). 0.01 to 100; 1: off.
         presence_penalty: subtracted once from the logits of ids already in the output.
         frequency_penalty: subtracted per occurrence in the output.
         seed: with the row's key, the sample index and the position it fixes the random numbers.
@@ -106,8 +106,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists and a lone string are what JSON rows and keyword arguments bring.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name, values in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            if values is not None and not isinstance(values, (list, tuple)):
+                raise ValueError(f"{name} must be a list, got {values!r}")
+            object.__setattr__(self, name, tuple(values or ()))
         self._check()
 
     def _check(self) -> None:
@@ -117,11 +120,10 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
                 raise ValueError(f"{name} must be {'a number' if kind is float else 'a whole number'}, got {value!r}")
             if not low <= value <= high:  # NaN fails too
-                raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
+                off = " (1 is off)" if name == "repetition_penalty" else ""
+                raise ValueError(f"{name} must be between {low} and {high}, got {value!r}{off}")
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0, got 0.0 (temperature=0 is greedy)")
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty must be above 0, got 0.0 (1 is off)")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -160,7 +162,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_k", 0, _INT32_MAX),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 1e4),
+    ("repetition_penalty", 0.01, 100.0),  # far beyond it, logits leave the range of fp32
     ("presence_penalty", -1e4, 1e4),
     ("frequency_penalty", -1e4, 1e4),
     ("seed", -(2**63), 2**64 - 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from batchinfer.errors import InputError
@@ -55,3 +57,24 @@ def test_min_tokens_above_a_max_tokens_nobody_typed(model: dict[str, int], origi
 def test_a_model_with_impossible_values_says_so() -> None:
     with pytest.raises(InputError, match="generation_config: top_p must be between"):
         resolve_params(SamplingLayers(), {"top_p": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop": {"a": 1}}, "stop must be a list, got {'a': 1}"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a list, got '12'"),
+        ({"repetition_penalty": 1e-40}, "between 0.01 and 100.0, got 1e-40 \\(1 is off\\)"),
+        ({"repetition_penalty": 0.0}, "between 0.01 and 100.0, got 0.0"),
+    ],
+)
+def test_values_that_cannot_be_used_are_told(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**values)
+
+
+def test_a_lone_stop_string_null_and_lists_are_taken() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=None, stop_token_ids=[3]) == SamplingParams(stop_token_ids=(3,))  # type: ignore[arg-type]

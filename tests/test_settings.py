@@ -130,7 +130,7 @@ def test_missing_config_file_is_named(tmp_path: Path) -> None:
         ({"temperature": float("nan")}, "--temperature: temperature must be between 0.0 and 10000.0, got nan"),
         ({"max_tokens": 0}, "--max-tokens: max_tokens must be between 1 and"),
         ({"n": 0}, "--n: n must be between 1 and"),
-        ({"repetition_penalty": 0.0}, "--repetition-penalty: repetition_penalty must be above 0"),
+        ({"repetition_penalty": 1e-40}, "--repetition-penalty: repetition_penalty must be between 0.01 and 100.0"),
         ({"stop": [""]}, "--stop: stop must be non-empty strings"),
         ({"stop_token_ids": [-1]}, "--stop-token-id: stop_token_ids must be whole numbers from 0"),
         ({"logprobs": -1}, "--logprobs: logprobs must be between 0 and 1000"),

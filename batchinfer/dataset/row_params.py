@@ -101,8 +101,6 @@ class RowParams:
 
 def _as_kind(name: str, value: Any) -> Any:
     """Tables hold whole numbers with gaps as floats, and JSON holds 1 for 1.0."""
-    if name in ("stop", "stop_token_ids") and not isinstance(value, (str, list, tuple, type(None))):
-        raise ValueError(f"{name} must be a list, got {value!r}")
     if name in _WHOLE and isinstance(value, float) and value.is_integer():
         return int(value)
     if name in _REAL and isinstance(value, int) and not isinstance(value, bool):
