@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,7 +51,8 @@ def generate_dataset(
 
     Args:
         dataset: a datasets.Dataset (features, format and split are kept, selections respected), a
-            pandas.DataFrame (index and dtypes are kept) or a pyarrow.Table.
+            pandas.DataFrame (index and dtypes are kept) or a pyarrow.Table. Columns that are not read may
+            hold anything.
         params: for rows that have no sampling_params of their own; None: the model's defaults.
         prompt_column, messages_column, id_column, priority_column, system: as the options of the command.
         output_prefix: put before the names of the added columns.
@@ -65,21 +66,21 @@ def generate_dataset(
         InputError: for columns that are missing, of a wrong type or taken.
         TypeError: for another kind of dataset.
     """
-    from batchinfer.dataset.columns import find_columns, row_param_names
+    from batchinfer.dataset.columns import USUAL_NAMES, find_columns, row_param_names
     from batchinfer.dataset.prompts import check_can_build
-    from batchinfer.output.schema import output_schema
+    from batchinfer.output.schema import result_fields
 
     params = params or engine.default_params
     kind = _kind_of(dataset)
-    schema = kind.schema(dataset)
+    named = {prompt_column, messages_column, id_column, priority_column}
+    schema = kind.schema(dataset, USUAL_NAMES | named)
     columns = find_columns(
         schema, prompt=prompt_column, messages=messages_column, id=id_column, priority=priority_column
     )
     check_can_build(columns, engine.tokenizer, system)
     row_fields = row_param_names(schema, columns)
     has = logprob_columns({"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}, row_fields)
-    merged = output_schema(schema, prefix=output_prefix, **asdict(has))
-    fields = pa.schema(list(merged)[len(schema) :])
+    fields = pa.schema(result_fields(kind.names(dataset), prefix=output_prefix, **asdict(has)))
     if len(dataset) == 0:
         return kind.add(dataset, np.empty(0, np.int64), fields.empty_table())
     rows = _rows(kind.select(dataset, columns), columns, row_fields, window_rows)
@@ -112,7 +113,8 @@ def _results(engine: DatasetEngine, prompts: list[Prompt], fields: pa.Schema) ->
 class _Kind:
     """What differs between kinds of datasets."""
 
-    schema: Callable[[Any], pa.Schema]
+    names: Callable[[Any], Sequence[str]]  # of all columns
+    schema: Callable[[Any, Collection[str | None]], pa.Schema]  # (dataset, columns that may be read); others may lack
     select: Callable[[Any, InputColumns], Any]  # only the columns that are read
     add: Callable[[Any, np.ndarray, pa.Table], Any]  # (dataset, row of each result, results)
 
@@ -163,11 +165,20 @@ def _formatted_like(dataset: Any, merged: Any, added: list[str]) -> Any:
     )
 
 
-def _pandas_schema(frame: Any) -> pa.Schema:
-    try:
-        return pa.Schema.from_pandas(frame, preserve_index=False)
-    except (pa.ArrowException, UnicodeEncodeError, ValueError, TypeError) as error:
-        raise InputError(f"the data frame does not fit Arrow's types: {'; '.join(map(str, error.args))}") from error
+def _pandas_schema(frame: Any, may_be_read: Collection[str | None]) -> pa.Schema:
+    """Leaves out columns of objects that Arrow has no type for, unless they may be read."""
+    if not frame.columns.is_unique:
+        twice = frame.columns[frame.columns.duplicated()][0]
+        raise InputError(f"the data frame has more than one column named {twice!r}: rename one")
+    fields = []
+    for name in frame.columns:
+        try:
+            fields += list(pa.Schema.from_pandas(frame[[name]], preserve_index=False))
+        except (pa.ArrowException, UnicodeEncodeError, ValueError, TypeError) as error:
+            if name in may_be_read:
+                reason = "; ".join(map(str, error.args))
+                raise InputError(f"column {name!r} of the data frame does not fit Arrow's types: {reason}") from error
+    return pa.schema(fields)
 
 
 def _add_to_frame(frame: Any, row_indices: np.ndarray, results: pa.Table) -> Any:
@@ -187,17 +198,20 @@ def _add_to_table(table: pa.Table, row_indices: np.ndarray, results: pa.Table) -
 
 _KINDS: dict[tuple[str, str], _Kind] = {
     ("datasets", "Dataset"): _Kind(
-        schema=lambda dataset: dataset.features.arrow_schema,
+        names=lambda dataset: dataset.column_names,
+        schema=lambda dataset, may_be_read: dataset.features.arrow_schema,
         select=lambda dataset, columns: dataset.select_columns(_used(columns)),
         add=_add_to_hf,
     ),
     ("pandas", "DataFrame"): _Kind(
+        names=lambda frame: list(frame.columns),
         schema=_pandas_schema,
         select=lambda frame, columns: frame[_used(columns)].reset_index(drop=True),
         add=_add_to_frame,
     ),
     ("pyarrow", "Table"): _Kind(
-        schema=lambda table: table.schema,
+        names=lambda table: table.column_names,
+        schema=lambda table, may_be_read: table.schema,
         select=lambda table, columns: table.select(_used(columns)),
         add=_add_to_table,
     ),

@@ -177,12 +177,29 @@ def test_a_table_keeps_its_schema() -> None:
         (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), InputError, "stream"),
         (datasets.Dataset.from_dict({"question": ["a"]}), InputError, "--prompt-column"),
         (datasets.Dataset.from_dict({"prompt": ["a"], "output": ["b"]}), InputError, "'output'"),
-        (pd.DataFrame({"prompt": ["a"], "mixed": [[1, "x"]]}), InputError, "does not fit Arrow's types"),
+        (pd.DataFrame({"prompt": ["a"], "id": [[1, "x"]]}), InputError, "column 'id' .* does not fit Arrow's types"),
+        (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), InputError, "more than one column named 'prompt'"),
     ],
 )
 def test_what_is_refused(bad: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         generate_dataset(FakeEngine(), bad)
+
+
+def test_columns_that_are_not_read_may_hold_what_parquet_and_arrow_cannot() -> None:
+    frame = pd.DataFrame({"prompt": ["a", "b"], "mixed": [[1, "x"], {"y"}], "complex": [1j, 2j]}, index=[7, 7])
+    result = generate_dataset(FakeEngine(), frame)
+    assert result["output"].tolist() == ["a", "b"]
+    pd.testing.assert_frame_equal(result[list(frame.columns)], frame)
+    table = pa.table({"prompt": ["a", "b"], "span": pa.array([(1, 2, 3), None], pa.month_day_nano_interval())})
+    assert generate_dataset(FakeEngine(), table).select(["prompt", "span"]) == table
+
+
+def test_a_column_that_cannot_be_read_takes_its_name_all_the_same() -> None:
+    with pytest.raises(InputError, match="'output'"):
+        generate_dataset(FakeEngine(), pd.DataFrame({"prompt": ["a"], "output": [1j]}))
+    with pytest.raises(InputError, match="column 'q' of the data frame does not fit"):
+        generate_dataset(FakeEngine(), pd.DataFrame({"prompt": ["a"], "q": [["a", 1]]}), prompt_column="q")
 
 
 def test_a_prefix_resolves_a_clash() -> None:

@@ -18,6 +18,8 @@ TOKEN_IDS_NAMES = ("prompt_token_ids", "token_ids")
 ID_NAMES = ("id", "custom_id")
 PARAMS_NAME = "sampling_params"
 BODY_NAME = "body"
+#: Columns of these names are used without being named.
+USUAL_NAMES = frozenset({*PROMPT_NAMES, *MESSAGES_NAMES, *TOKEN_IDS_NAMES, *ID_NAMES, PARAMS_NAME, BODY_NAME})
 _SHOWN_COLUMNS = 50
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -50,13 +50,13 @@ def output_schema(
     comes from Hugging Face datasets its features are extended by those of the new columns.
     Raises InputError if an input column has a new column's name or a type that Parquet cannot hold.
     """
-    wanted = {"logprobs": logprobs, "top_logprobs": top_logprobs, "prompt_logprobs": prompt_logprobs}
-    fields = [
-        pa.field(prefix + name, type_, metadata={METADATA_KEY: name.encode()})
-        for name, type_ in _COLUMNS.items()
-        if wanted.get(name, True)
-    ]
-    _check_names(input_schema, fields)
+    fields = result_fields(
+        input_schema.names,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        prefix=prefix,
+    )
     for field in input_schema:
         _check_can_be_written(field)
     merged = dict(input_schema.metadata or {})
@@ -66,13 +66,23 @@ def output_schema(
     return pa.schema([*input_schema, *fields], metadata=merged or None)
 
 
-def _check_names(input_schema: pa.Schema, fields: list[pa.Field]) -> None:
-    taken = [field.name for field in fields if field.name in input_schema.names]
+def result_fields(
+    input_names: Collection[str], *, logprobs: bool, top_logprobs: bool, prompt_logprobs: bool, prefix: str = ""
+) -> list[pa.Field]:
+    """One field per result, as in output_schema. Raises InputError if an input column has one of their names."""
+    wanted = {"logprobs": logprobs, "top_logprobs": top_logprobs, "prompt_logprobs": prompt_logprobs}
+    fields = [
+        pa.field(prefix + name, type_, metadata={METADATA_KEY: name.encode()})
+        for name, type_ in _COLUMNS.items()
+        if wanted.get(name, True)
+    ]
+    taken = [field.name for field in fields if field.name in input_names]
     if taken:
         raise InputError(
             f"the input has a column named {taken[0]!r}, which the output needs for its own: "
             "give the new columns a prefix with --output-prefix"
         )
+    return fields
 
 
 def _check_can_be_written(field: pa.Field) -> None:
