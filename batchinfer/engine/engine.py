@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from batchinfer.attention.backend import ReferenceAttention
 from batchinfer.config import EngineConfig
 from batchinfer.engine.core import RunLimits, WindowRun
 from batchinfer.engine.machine import choose_device, choose_dtype, free_memory_bytes, num_physical_cores
+from batchinfer.engine.prompts import make_prompt
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.window import WindowPlan, WindowPlanner
@@ -30,7 +30,6 @@ from batchinfer.types import (
     RowError,
     SamplingParams,
     TokenIds,
-    row_key,
 )
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ class Engine:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, source.spec.dtype, device)
         max_model_len = _max_model_len(config.max_model_len, source)
+        if config.kv_memory_bytes is not None:  # known before the weights are read
+            _num_blocks(config, kv_bytes_per_block(source.spec, dtype, config.block_size))
         torch.set_num_threads(config.threads or num_physical_cores())
         decoder = _make_decoder(source.spec, source.load_weights(dtype, device), max_model_len)
         self._set_up(decoder, source.tokenizer, source.eos_token_ids, max_model_len, config)
@@ -190,15 +191,9 @@ class Engine:
 
     def _most_blocks(self) -> int:
         """Blocks of the largest pool this run may make. Raises InputError for --kv-memory below one block."""
-        per_block = self._bytes_per_block()
         if self.config.kv_memory_bytes is None:
-            return max(1, self._kv_limit_bytes() // per_block)
-        if self.config.kv_memory_bytes < per_block:
-            raise InputError(
-                f"--kv-memory is {self.config.kv_memory_bytes:,} bytes, one KV block of "
-                f"{self.config.block_size} tokens takes {per_block:,}: raise it"
-            )
-        return self.config.kv_memory_bytes // per_block
+            return max(1, self._kv_limit_bytes() // self._bytes_per_block())
+        return _num_blocks(self.config, self._bytes_per_block())
 
     def _make_kv(self, plan: WindowPlan, most_blocks: int) -> KVPool:
         """The KV pool: of the size asked for, else what the plan can use within the limit."""
@@ -211,7 +206,11 @@ class Engine:
             num_blocks = max(1, min(sum(needs[: self.config.max_num_seqs]) + kept, most_blocks))
         if self._kv is None or self._kv.num_blocks != num_blocks:
             self._kv = None  # free the old pool first
-            self._kv = self.model.make_kv(num_blocks, block_size)
+            try:
+                self._kv = self.model.make_kv(num_blocks, block_size)
+            except (OSError, MemoryError, RuntimeError) as error:
+                size = num_blocks * self._bytes_per_block()
+                raise InputError(f"no memory for {size:,} bytes of KV: lower --kv-memory ({error})") from error
         return self._kv
 
     def prompt(
@@ -221,27 +220,8 @@ class Engine:
         row_index: int = 0,
         row_id: str | int | None = None,
     ) -> Prompt:
-        """A Prompt from text, token ids or chat messages (which get the chat template and no second BOS).
-
-        Raises ValueError for anything else. Ids outside the vocabulary are an error of the prompt.
-        """
-        ids = self._encode(content)
-        prompt = Prompt(row_index, ids.astype(np.int32), params, row_key(row_id, ids.astype(np.int32)))
-        bad = ids[(ids < 0) | (ids >= self.model.spec.vocab_size)]
-        if len(bad):
-            message = f"token id {int(bad[0])} is outside the model's vocabulary of {self.model.spec.vocab_size}"
-            prompt.error = RowError(ErrorCode.INVALID_PROMPT, message)
-        return prompt
-
-    def _encode(self, content: str | Sequence[int] | TokenIds | Messages) -> np.ndarray:
-        if isinstance(content, str):
-            return self.tokenizer.encode_batch([content])[0]
-        if len(content) and isinstance(content[0], dict):
-            return self.tokenizer.encode_chat(content)
-        ids = np.asarray(content)
-        if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-            raise ValueError(f"a prompt must be text, a list of token ids or a list of messages, got {content!r:.100}")
-        return ids
+        """A Prompt from text, token ids or chat messages; see make_prompt."""
+        return make_prompt(content, params, self.tokenizer, self.model.spec.vocab_size, row_index, row_id)
 
     def generate(
         self,
@@ -257,12 +237,18 @@ class Engine:
             ids: row ids, which fix each row's random numbers; see row_key.
 
         Returns:
-            For each prompt its samples, in order. A prompt that failed has one, with `error` set.
+            For each prompt its samples, in order. A prompt that cannot run (null, not valid Unicode, too
+            long, ...) has one, with `error` set.
+
+        Raises:
+            ValueError: for something that is no prompt, or lists of unequal length.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts must be a list, got one string: wrap it in a list")
         for_all = params if isinstance(params, SamplingParams) else self.default_params
         each = [for_all] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if any(not isinstance(one, SamplingParams) for one in each):
+            raise ValueError(f"params must be SamplingParams, or a list of one for each prompt, got {params!r:.100}")
         if len(each) != len(prompts) or (ids is not None and len(ids) != len(prompts)):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(each)} params, {len(ids) if ids is not None else len(prompts)} ids"
@@ -302,6 +288,17 @@ def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, max_model_len: int
         if unsupported(spec, dtype, device) is None:
             return CpuDecoder(spec, weights, instruction_set, max_model_len)
     return Decoder(spec, weights, ReferenceAttention, max_model_len)
+
+
+def _num_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    """KV blocks in --kv-memory. Raises InputError if it does not hold one."""
+    assert config.kv_memory_bytes is not None
+    if config.kv_memory_bytes < bytes_per_block:
+        raise InputError(
+            f"--kv-memory is {config.kv_memory_bytes:,} bytes, one KV block of {config.block_size} tokens takes "
+            f"{bytes_per_block:,}: raise it"
+        )
+    return config.kv_memory_bytes // bytes_per_block
 
 
 def _max_model_len(asked: int | None, source: ModelSource) -> int:

@@ -375,7 +375,9 @@ def test_ids_outside_the_vocabulary_are_that_rows_error() -> None:
     assert str(2**40) in found[3][0].error.message
 
 
-@pytest.mark.parametrize("content", [[1.5], [[1, 2]], [None], [2**70]])
+@pytest.mark.parametrize(
+    "content", [[1.5], [[1, 2]], [[1], [1, 2]], [None], [2**70], [True], 5, b"text", {"role": "user"}, ["text"]]
+)
 def test_what_is_no_prompt_is_a_value_error(content: Any) -> None:
     with pytest.raises(ValueError, match="a prompt must be text, a list of token ids"):
         tiny_engine(weights=WEIGHTS).generate([content])
