@@ -70,11 +70,13 @@ class PlanReport:
         refused = f"{sum(self.refused_by_code.values()):,}"
         if self.refused_by_code:
             refused += " (" + ", ".join(f"{code}: {count:,}" for code, count in self.refused_by_code.items()) + ")"
+        num_runnable = self.num_rows - sum(self.refused_by_code.values())
+        each_row = ", once for each row" if plan.num_samples > num_runnable else ""
         lines = [
             ("rows", f"{self.num_rows:,} · duplicates: {plan.num_duplicate_rows:,} · cannot run: {refused}"),
             (
                 "prompt tokens",
-                f"total: {plan.num_prompt_tokens:,} · unique: {plan.num_unique_prompt_tokens:,}"
+                f"total: {plan.num_prompt_tokens:,}{each_row} · unique: {plan.num_unique_prompt_tokens:,}"
                 f" · possible saving: {plan.num_shareable_prompt_tokens:,} ({100 * plan.shareable_share:.1f} %)",
             ),
             ("prefix tree", f"{plan.num_tree_nodes:,} nodes · depth: {plan.tree_depth:,}"),

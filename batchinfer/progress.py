@@ -23,52 +23,66 @@ _BAR_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class TokensLeft:
+    """Tokens still to compute."""
+
+    prompt: float
+    output: float
+    is_full_length: bool = False  # no row has ended yet: every output is taken to be as long as it may be
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Where a job stands. Token counts are of the whole job so far."""
 
     num_rows: int | None  # None: not known in advance
-    num_rows_done: int
+    num_rows_done: int  # with all their samples
     num_rows_failed: int
     num_seqs_running: int
     num_prompt_tokens_computed: int
     num_prompt_tokens_reused: int
-    num_output_tokens: int
+    num_output_tokens: int  # those of unfinished samples too
     kv_use: float  # 0 to 1
-    num_tokens_left: float | None  # to compute: prompt and output; None: not known yet
+    left: TokensLeft | None  # None: not known
 
     @classmethod
     def take(cls, tally: Tally, stats: EngineCounts, num_rows: int | None) -> Snapshot:
         """From the finished windows (`tally`, which also counts this window's completions) and this one (`stats`)."""
+        num_output = stats.num_output_tokens + stats.num_output_tokens_unfinished
         return cls(
             num_rows=num_rows,
-            num_rows_done=tally.num_rows,
+            num_rows_done=tally.engine["num_rows"] + stats.num_rows_done,
             num_rows_failed=tally.num_rows_failed,
             num_seqs_running=stats.num_seqs_running,
             num_prompt_tokens_computed=tally.engine["num_prompt_tokens_computed"] + stats.num_prompt_tokens_computed,
             num_prompt_tokens_reused=tally.engine["num_prompt_tokens_reused"] + stats.num_prompt_tokens_reused,
-            num_output_tokens=tally.engine["num_output_tokens"] + stats.num_output_tokens,
+            num_output_tokens=tally.engine["num_output_tokens"] + num_output,
             kv_use=stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
-            num_tokens_left=_tokens_left(tally, stats, num_rows),
+            left=_tokens_left(tally, stats, num_rows),
         )
 
 
-def _tokens_left(tally: Tally, stats: EngineCounts, num_rows: int | None) -> float | None:
-    """Prompt tokens still to compute plus output tokens still to generate, at the mean of finished rows.
+def _tokens_left(tally: Tally, stats: EngineCounts, num_rows: int | None) -> TokensLeft | None:
+    """Prompt tokens still to compute and output tokens still to draw, at the mean of finished samples.
 
     Rows say little about time: a row may be two tokens or two thousand. Rows that were not read yet are
     taken to be like those of this window.
     """
-    if num_rows is None or tally.num_rows == 0 or stats.num_rows == 0:
+    if num_rows is None or stats.num_rows == 0:
         return None
-    # Short rows finish first, so early on the tokens of all started rows are the better mean.
-    num_started = max(stats.num_rows_done + stats.num_seqs_running, 1)
-    mean_output = max(tally.num_output_tokens / tally.num_rows, stats.num_output_tokens / num_started)
+    num_ended = tally.num_completions - tally.num_rows_failed
+    num_seqs = stats.num_seqs_running + stats.num_seqs_waiting
+    output = float(stats.max_output_tokens_left)
+    if num_ended:
+        # Short samples end first, so early on the tokens of all started samples are the better mean.
+        drawn = tally.num_output_tokens + stats.num_output_tokens_unfinished
+        mean = max(tally.num_output_tokens / num_ended, drawn / (num_ended + stats.num_seqs_running))
+        output = min(output, max(0.0, mean * num_seqs - stats.num_output_tokens_unfinished))
     to_compute = stats.num_prompt_tokens - stats.num_prompt_tokens_shareable
-    left_here = max(0.0, to_compute + stats.num_prompt_tokens_recomputed - stats.num_prompt_tokens_computed)
-    if stats.num_rows_done < stats.num_rows:
-        left_here += max(0.0, mean_output * stats.num_rows - stats.num_output_tokens)
-    num_rows_unread = max(0, num_rows - tally.engine["num_rows"] - stats.num_rows)
-    return left_here + num_rows_unread * (to_compute / stats.num_rows + mean_output)
+    prompt = max(0.0, to_compute + stats.num_prompt_tokens_recomputed - stats.num_prompt_tokens_computed)
+    unread = max(0, num_rows - tally.engine["num_rows"] - stats.num_rows) / stats.num_rows  # in windows like this one
+    output_here = stats.num_output_tokens + stats.num_output_tokens_unfinished + output
+    return TokensLeft(prompt + unread * to_compute, output + unread * output_here, is_full_length=not num_ended)
 
 
 class ProgressReporter(Protocol):
@@ -125,19 +139,25 @@ class RateMeter:
 
 
 def describe(snapshot: Snapshot, rates: Rates) -> str:
-    """Everything but the row count, e.g. "prompt 812 tok/s computed, 9,400 reused · output 310 tok/s · ..."."""
-    rate = rates.prompt_computed + rates.output
-    left_s = None if snapshot.num_tokens_left is None or rate <= 0 else snapshot.num_tokens_left / rate
+    """All but rows and time, e.g. "prompt 812 tok/s computed, 9,400 reused · output 310 tok/s · ..."."""
     parts = [
         f"prompt {rates.prompt_computed:,.0f} tok/s computed, {rates.prompt_reused:,.0f} reused",
         f"output {rates.output:,.0f} tok/s",
         f"{snapshot.num_seqs_running:,} running",
         f"KV {100 * snapshot.kv_use:.0f} %",
-        "time left unknown" if left_s is None else f"{_duration(left_s)} left",
     ]
     if snapshot.num_rows_failed:
         parts.insert(0, f"{snapshot.num_rows_failed:,} failed")
     return " · ".join(parts)
+
+
+def time_left(left: TokensLeft | None, rates: Rates) -> str:
+    """At the present speed. An output token takes longer than a prompt token: with no prompt left, its alone counts."""
+    rate = rates.output if left and not left.prompt and rates.output else rates.prompt_computed + rates.output
+    if left is None or rate <= 0:
+        return "time left unknown"
+    text = f"{_duration((left.prompt + left.output) / rate)} left"
+    return f"{text} if no row ends early" if left.is_full_length else text
 
 
 class LineProgress:
@@ -160,7 +180,8 @@ class LineProgress:
             return
         is_late = now_s - self._start_s > _LATE_S
         self._next_s = now_s + (_LATE_LINE_INTERVAL_S if is_late else _LINE_INTERVAL_S)
-        self._print(f"{_rows(snapshot)} rows · {describe(snapshot, self._meter.rates(snapshot))}")
+        rates = self._meter.rates(snapshot)
+        self._print(f"{_rows(snapshot)} rows · {describe(snapshot, rates)} · {time_left(snapshot.left, rates)}")
 
     def close(self) -> None:
         pass
@@ -184,13 +205,13 @@ class BarProgress:
         self._console = Console(file=stream)
         self._bar = Progress(
             TextColumn("rows"),
-            BarColumn(),
+            BarColumn(bar_width=24),  # leaves room for the time on 80 columns
             TextColumn("{task.fields[rows]}"),
             console=self._console,
             auto_refresh=False,
         )
         self._task = self._bar.add_task("rows", total=None, rows="")
-        self._figures = Text("", no_wrap=True, overflow="ellipsis")
+        self._figures = Text("")
         # No refresh thread: nothing else writes while the engine steps, and the engine wants the cores.
         self._live = Live(Group(self._bar, self._figures), console=self._console, auto_refresh=False, transient=True)
         self._is_live = False
@@ -207,8 +228,10 @@ class BarProgress:
         if not self._is_live:
             self._live.start()
             self._is_live = True
-        self._bar.update(self._task, total=snapshot.num_rows, completed=snapshot.num_rows_done, rows=_rows(snapshot))
-        self._figures.plain = describe(snapshot, self._meter.rates(snapshot))
+        rates = self._meter.rates(snapshot)
+        rows = f"{_rows(snapshot)} · {time_left(snapshot.left, rates)}"
+        self._bar.update(self._task, total=snapshot.num_rows, completed=snapshot.num_rows_done, rows=rows)
+        self._figures.plain = describe(snapshot, rates)
         self._live.refresh()
 
     def close(self) -> None:

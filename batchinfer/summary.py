@@ -33,12 +33,15 @@ class EngineCounts(Protocol):
     num_rows: int
     num_rows_done: int
     num_seqs_running: int
+    num_seqs_waiting: int
     num_prompt_tokens: int
     num_prompt_tokens_computed: int
     num_prompt_tokens_reused: int
     num_prompt_tokens_shareable: int
     num_prompt_tokens_recomputed: int
     num_output_tokens: int
+    num_output_tokens_unfinished: int
+    max_output_tokens_left: int
     num_preemptions: int
     num_steps: int
     num_kv_blocks: int
@@ -125,7 +128,10 @@ def _is_new(row: int, rows: set[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """The result of a job. Rates are per second of `seconds["run"]`, the time the engine ran."""
+    """The result of a job. Rates are per second of `seconds["run"]`, the time the engine ran.
+
+    Rows count once, prompt tokens once for each sample: a row with n = 4 brings its prompt four times.
+    """
 
     output: str
     num_rows: int
@@ -191,11 +197,12 @@ class JobSummary:
         if self.failed_by_code:
             failed += " (" + ", ".join(f"{code}: {count:,}" for code, count in self.failed_by_code.items()) + ")"
         recomputed = self.num_prompt_tokens_recomputed
+        each_sample = ", once for each sample" if self.num_completions > self.num_rows else ""
         lines = [
             ("rows", f"ok: {self.num_rows_ok:,} · truncated: {self.num_rows_truncated:,} · failed: {failed}"),
             (
                 "prompt tokens",
-                f"total: {self.num_prompt_tokens:,} · computed: {self.num_prompt_tokens_computed:,}"
+                f"total: {self.num_prompt_tokens:,}{each_sample} · computed: {self.num_prompt_tokens_computed:,}"
                 f" · reused: {self.num_prompt_tokens_reused:,}"
                 + (f" · computed again: {recomputed:,}" if recomputed else ""),
             ),

@@ -92,6 +92,8 @@ class FakeEngineStats:
     num_prompt_tokens_shareable: int = 0
     num_prompt_tokens_recomputed: int = 0
     num_output_tokens: int = 0
+    num_output_tokens_unfinished: int = 0
+    max_output_tokens_left: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
     num_kv_blocks: int = 10

@@ -91,6 +91,8 @@ def test_no_row_can_run(tmp_path: Path) -> None:
 def test_outputs_are_cut_to_what_the_model_can_hold_and_n_counts(tmp_path: Path) -> None:
     report = plan(tmp_path, columns={"prompt": ["x" * 500]}, max_tokens=100, n=3)
     assert report.plan.max_output_tokens == 3 * 12  # max_position is 512
+    assert "total: 500, once for each row · unique" in report.to_text()
+    assert "total: 500 · unique" in plan(tmp_path, columns={"prompt": ["x" * 500, None]}).to_text()
 
 
 def test_rows_have_their_own_lengths(tmp_path: Path) -> None:

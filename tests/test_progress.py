@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 from fakes import FakeEngineStats
 
-from batchinfer.progress import BarProgress, LineProgress, QuietProgress, RateMeter, Snapshot, describe, progress_for
+from batchinfer.progress import (
+    BarProgress,
+    LineProgress,
+    QuietProgress,
+    RateMeter,
+    Rates,
+    Snapshot,
+    TokensLeft,
+    progress_for,
+    time_left,
+)
 from batchinfer.summary import Tally
-from batchinfer.types import Completion, FinishReason
+from batchinfer.types import Completion, ErrorCode, FinishReason, Prompt, RowError, SamplingParams, failed
 
 
 class Clock:
@@ -35,7 +46,7 @@ def snapshot(**values: object) -> Snapshot:
         "num_prompt_tokens_reused": 0,
         "num_output_tokens": 0,
         "kv_use": 0.5,
-        "num_tokens_left": None,
+        "left": None,
     }
     return Snapshot(**{**standard, **values})  # type: ignore[arg-type]
 
@@ -68,7 +79,7 @@ def test_a_line_says_everything() -> None:
             num_prompt_tokens_computed=5000,
             num_prompt_tokens_reused=20_000,
             num_output_tokens=1000,
-            num_tokens_left=60_000.0,
+            left=TokensLeft(prompt=50_000.0, output=10_000.0),
         )
     )
     assert stream.getvalue() == (
@@ -113,11 +124,12 @@ def test_time_left_counts_tokens_not_rows() -> None:
         num_prompt_tokens_computed=900,
         num_prompt_tokens_reused=100,
         num_output_tokens=90,
+        max_output_tokens_left=1000,
         num_kv_blocks=4,
         num_kv_blocks_used=1,
     )
     taken = Snapshot.take(tally, stats, 10)
-    assert taken.num_tokens_left == (2000 - 200 - 900) + (10 * 10 - 90)
+    assert taken.left == TokensLeft(prompt=2000 - 200 - 900, output=10 * 10 - 90)
     assert (taken.num_rows_done, taken.kv_use) == (9, 0.25)
 
 
@@ -127,22 +139,75 @@ def test_rows_of_later_windows_are_taken_to_be_like_these() -> None:
     stats = FakeEngineStats(
         num_rows=1, num_rows_done=1, num_prompt_tokens=50, num_prompt_tokens_computed=50, num_output_tokens=10
     )
-    assert Snapshot.take(tally, stats, 4).num_tokens_left == 3 * (50 + 10)
+    assert Snapshot.take(tally, stats, 4).left == TokensLeft(prompt=3 * 50, output=3 * 10)
     tally.end_window(stats)
     tally.add_completion(Completion(1, token_ids=[1] * 10, text="x", finish_reason=FinishReason.STOP))
     later = Snapshot.take(tally, stats, 4)
-    assert later.num_tokens_left == 2 * (50 + 10)
+    assert later.left == TokensLeft(prompt=2 * 50, output=2 * 10)
     assert (later.num_prompt_tokens_computed, later.num_output_tokens) == (100, 20)
 
 
-def test_time_left_is_unknown_before_the_first_row_and_without_a_row_count() -> None:
-    stats = FakeEngineStats(num_rows=10, num_prompt_tokens=100)
-    assert Snapshot.take(Tally(), stats, 10).num_tokens_left is None
+def test_before_a_row_has_ended_every_row_is_taken_to_be_as_long_as_it_may_be() -> None:
+    stats = FakeEngineStats(
+        num_rows=10,
+        num_seqs_running=10,
+        num_prompt_tokens=100,
+        num_prompt_tokens_computed=60,
+        num_output_tokens_unfinished=30,
+        max_output_tokens_left=270,
+    )
     tally = Tally()
-    tally.add_completion(Completion(0, token_ids=[1], text="x", finish_reason=FinishReason.STOP))
-    assert Snapshot.take(tally, stats, None).num_tokens_left is None
-    meter = RateMeter(Clock())
-    assert "time left unknown" in describe(snapshot(), meter.rates(snapshot()))
+    tally.add_completion(
+        failed(Prompt(0, np.zeros(0, np.int32), SamplingParams()), RowError(ErrorCode.PROMPT_NULL, ""))
+    )
+    taken = Snapshot.take(tally, stats, 20)
+    assert taken.left == TokensLeft(prompt=40 + 100, output=270 + 300, is_full_length=True)
+    assert taken.num_output_tokens == 30
+    assert time_left(taken.left, Rates(60, 0, 11)) == "10s left if no row ends early"
+
+
+def test_a_row_is_done_with_its_last_sample_and_the_mean_is_of_samples() -> None:
+    tally = Tally()
+    for row in range(4):  # one of three samples each
+        tally.add_completion(Completion(row, token_ids=[1] * 10, text="x", finish_reason=FinishReason.STOP))
+    stats = FakeEngineStats(
+        num_rows=4,
+        num_seqs_running=6,
+        num_seqs_waiting=2,
+        num_output_tokens=40,
+        num_output_tokens_unfinished=30,
+        max_output_tokens_left=500,
+    )
+    taken = Snapshot.take(tally, stats, 4)
+    assert (taken.num_rows_done, taken.num_output_tokens) == (0, 70)
+    assert taken.left == TokensLeft(prompt=0, output=8 * 10 - 30)
+    stats.max_output_tokens_left = 20
+    assert Snapshot.take(tally, stats, 4).left == TokensLeft(prompt=0, output=20)
+
+
+def test_once_no_prompt_is_left_only_the_speed_of_output_counts() -> None:
+    rates = Rates(prompt_computed=900, prompt_reused=0, output=100)
+    assert time_left(TokensLeft(prompt=1000, output=4000), rates) == "5s left"
+    assert time_left(TokensLeft(prompt=0, output=4000), rates) == "40s left"
+
+
+def test_time_left_is_unknown_without_a_row_count_and_without_speed() -> None:
+    assert Snapshot.take(Tally(), FakeEngineStats(num_rows=10), None).left is None
+    assert time_left(None, Rates(1, 1, 1)) == "time left unknown"
+    assert time_left(TokensLeft(1, 1), Rates(0, 0, 0)) == "time left unknown"
+
+
+def test_a_narrow_terminal_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    clock, stream = Clock(), Terminal()
+    progress = BarProgress(stream, clock)
+    clock.now_s += 10
+    progress.update(snapshot(num_prompt_tokens_computed=50_000, num_output_tokens=1000, left=TokensLeft(9e5, 0, True)))
+    progress.close()
+    for text in ("10/100 · 2m56s left if no row ends early", "5,000 tok/s", "KV 50 %"):
+        assert text in stream.getvalue()
+    assert "…" not in stream.getvalue()
 
 
 def test_choice_by_stream(monkeypatch: pytest.MonkeyPatch) -> None:

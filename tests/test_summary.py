@@ -38,6 +38,14 @@ def test_a_row_counts_once_however_many_samples_it_has() -> None:
     assert (result.num_completions, result.num_output_tokens) == (4, 12)
 
 
+def test_the_summary_says_that_prompt_tokens_count_for_each_sample() -> None:
+    one, two = Tally(), Tally()
+    window(one, completion(0, 0), completion(1, 0), stats=FakeEngineStats(num_rows=2, num_prompt_tokens=70))
+    window(two, completion(0, 0), completion(0, 1), stats=FakeEngineStats(num_rows=1, num_prompt_tokens=70))
+    assert "total: 70 · computed" in summary(one).to_text()
+    assert "total: 70, once for each sample · computed" in summary(two).to_text()
+
+
 def test_failed_rows_count_by_code_and_once_a_row() -> None:
     tally = Tally()
     window(

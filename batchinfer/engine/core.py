@@ -70,6 +70,7 @@ class WindowRun:
         self.pool = BlockPool(kv.num_blocks)
         self.cache = TreeCache(self.pool, kv.block_size, plan.nodes)
         self.scheduler = Scheduler(plan.sequences, self.cache, self.pool, limits.max_batch_tokens, limits.max_num_seqs)
+        stats.max_output_tokens_left = sum(seq.max_tokens for seq in plan.sequences)
         plan.sequences.clear()
         max_blocks = -(-limits.max_model_len // kv.block_size)
         self.batch = PersistentBatch(self.scheduler.max_num_seqs, max_blocks, kv.block_size, model.device)
@@ -225,6 +226,8 @@ class WindowRun:
         if seq.params.logprobs is not None and logprob is not None:
             seq.logprobs.append(logprob)
             seq.top_logprobs.append(top or [])
+        self.stats.num_output_tokens_unfinished += 1
+        self.stats.max_output_tokens_left -= 1
         reason = self._append(seq, token_id)
         return [] if reason is None else [Ended(seq, reason, None)]
 
@@ -249,6 +252,8 @@ class WindowRun:
         """The sequence's completion, and those of its exact duplicates."""
         seq, reason, error = ended
         params = seq.params
+        self.stats.num_output_tokens_unfinished -= seq.num_output
+        self.stats.max_output_tokens_left -= seq.max_tokens - seq.num_output
         text = None if error else seq.text.finish()
         owners = [(seq.prompt.row_index, seq.sample_index), *seq.duplicates]
         for place, (row_index, sample_index) in enumerate(owners):

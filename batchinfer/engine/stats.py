@@ -20,7 +20,9 @@ class EngineStats:
     num_prompt_tokens_reused: int = 0  # from a shared node or an exact duplicate
     num_prompt_tokens_shareable: int = 0  # what the plan says could be reused at most
     num_prompt_tokens_recomputed: int = 0  # tokens computed again after a preemption
-    num_output_tokens: int = 0  # duplicates' copies included
+    num_output_tokens: int = 0  # of samples that have ended, duplicates' copies included
+    num_output_tokens_unfinished: int = 0  # drawn for samples that have not ended
+    max_output_tokens_left: int = 0  # to draw if no sample ends before its limit
     num_preemptions: int = 0
     num_steps: int = 0
     num_kv_blocks: int = 0
