@@ -11,6 +11,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.job_input import (
     InputRows,
     ModelResolver,
+    check_is_no_input,
     open_input,
     prompts_of,
     resolve_job,
@@ -78,6 +79,7 @@ def run_job(
     tally = Tally()
     with unreadable_is_input_error(f"cannot write output {settings.output}"):
         check_output(settings.output, settings.overwrite)
+        check_is_no_input(settings)
     with tally.timed("read"):
         rows = open_input(settings, window_rows)
     sampling = settings.sampling

@@ -53,6 +53,18 @@ class InputRows:
         return self.source.schema
 
 
+def check_is_no_input(settings: JobSettings) -> None:
+    """Refuse an output that would replace a file of the input, which --overwrite does not mean. Raises InputError."""
+    from batchinfer.dataset.source import reads_file
+
+    assert settings.output is not None
+    if reads_file(settings.prompts, settings.output):
+        raise InputError(
+            f"output {settings.output} is a file of the input {settings.prompts}, which it would replace: "
+            "choose another name"
+        )
+
+
 def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRows:
     """Open PROMPTS, `window_rows` at a time (None: WINDOW_ROWS). Raises InputError naming the file or column."""
     from batchinfer.dataset.columns import find_columns, row_param_names

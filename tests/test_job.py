@@ -237,6 +237,17 @@ def test_an_existing_output_is_kept_unless_overwrite(job: Job, tmp_path: Path) -
     assert len(job.rows()) == 1
 
 
+@pytest.mark.parametrize("given", ["in.parquet", ".", "*.parquet", "link.parquet"])
+def test_an_output_is_never_a_file_of_the_input(job: Job, tmp_path: Path, given: str) -> None:
+    source = parquet(tmp_path / "in.parquet", prompt=["a"])
+    before = source.read_bytes()
+    (tmp_path / "link.parquet").symlink_to(source)
+    with pytest.raises(InputError, match=r"output .*in\.parquet is a file of the input .*: choose another name"):
+        job.run(tmp_path / given, output=str(source), overwrite=True)
+    assert source.read_bytes() == before
+    assert job.num_loads == 0
+
+
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), Interrupted(2)])
 def test_a_job_that_breaks_off_leaves_nothing_and_frees_the_engine(
     job: Job, tmp_path: Path, error: BaseException

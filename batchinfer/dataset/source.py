@@ -45,6 +45,13 @@ def open_source(spec: str, *, limit: int | None = None) -> PromptSource:
     return open_jsonl(paths, limit) if is_jsonl[0] else open_parquet(paths, limit)
 
 
+def reads_file(spec: str, path: Path) -> bool:
+    """Whether open_source(spec) would read the file `path`. Raises InputError if nothing matches `spec`."""
+    if not path.exists() or spec.startswith("hf:") or is_saved_dataset(Path(split_off(spec)[0])):
+        return False
+    return any(path.samefile(file) for file in find_parquet_files(spec))
+
+
 def from_dataset(
     dataset: datasets.Dataset | datasets.IterableDataset | pandas.DataFrame | pa.Table, *, limit: int | None = None
 ) -> PromptSource:
