@@ -96,7 +96,7 @@ class Engine:
         self.config = config
         self.stats = EngineStats()
         self.check_integrity = False  # tests: assert all invariants after each step
-        self._sampler = Sampler(tokenizer.num_ids, eos_token_ids)
+        self._sampler = Sampler(tokenizer.num_ids, eos_token_ids, model)
         self._kv: KVPool | None = None
         self._is_running = False
 

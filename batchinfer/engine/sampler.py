@@ -7,8 +7,10 @@ parameters and stream alone: whatever runs along a long dimension keeps a fixed 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,17 +33,48 @@ class Sampled:
     is_finite: list[bool]  # False: the model gave NaN or infinity, and the row's token means nothing
 
 
+@dataclass(frozen=True, slots=True)
+class DrawColumns:
+    """Parameters of the rows that have a temperature, as contiguous host arrays [rows]; see SamplingParams."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
+    keys: npt.NDArray[np.int64]  # see random.stream_key
+    positions: npt.NDArray[np.int64]  # of the drawn token in the output
+
+    @classmethod
+    def of(cls, seqs: list[Sequence], slots: npt.NDArray[np.int64], batch: PersistentBatch) -> DrawColumns:
+        columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.stream_key)
+        positions = np.fromiter((seq.num_output for seq in seqs), np.int64, len(seqs))
+        return cls(*(column[slots] for column in columns), positions)
+
+
+@runtime_checkable
+class FusedDraw(Protocol):
+    """A model whose device draws by itself, with the same steps and random numbers as `draw` here."""
+
+    def draw(self, logits: Tensor, columns: DrawColumns, *, writes: bool) -> Tensor:
+        """Ids [rows] int64 drawn from logits [rows, vocab] fp32, contiguous.
+
+        With `writes` the logits become the scaled and truncated ones that the ids were drawn from.
+        """
+
+
 class Sampler:
     """See SamplingParams for the order of the steps.
 
     Args:
         num_ids: ids from here on are rows of a padded vocabulary that no text has; never drawn.
         eos_token_ids: banned before `min_tokens`.
+        model: asked to draw if it is a FusedDraw.
     """
 
-    def __init__(self, num_ids: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, num_ids: int, eos_token_ids: tuple[int, ...], model: object = None) -> None:
         self.num_ids = num_ids
         self.eos_token_ids = eos_token_ids
+        self._draw = model.draw if isinstance(model, FusedDraw) else draw
 
     def __call__(self, logits: Tensor, seqs: list[Sequence], batch: PersistentBatch) -> Sampled:
         """Draw from `logits` [rows, vocab] fp32, which is overwritten. Row i belongs to seqs[i]."""
@@ -57,9 +90,13 @@ class Sampler:
         token_ids = logits.argmax(-1)
         drawn = np.flatnonzero(batch.temperature[slots] > 0)
         if len(drawn):
+            columns = DrawColumns.of([seqs[row] for row in drawn], slots[drawn], batch)
+            writes = bool((batch.is_processed[slots[drawn]] & (wanted[drawn] >= 0)).any())
             rows = _index(drawn, logits)
-            scaled, token_ids[rows] = _draw(logits[rows], [seqs[row] for row in drawn], slots[drawn], batch)
-            logits[rows] = scaled
+            part = logits if len(drawn) == len(seqs) else logits[rows]
+            token_ids[rows] = self._draw(part, columns, writes=writes)
+            if writes and part is not logits:
+                logits[rows] = part
         out = Sampled(token_ids.tolist(), [None] * len(seqs), [None] * len(seqs), is_finite.tolist())
         if raw is not None:
             _report(out, raw, raw_rows, wanted)
@@ -93,32 +130,32 @@ def _penalise(logits: Tensor, row: int, seq: Sequence) -> None:
     logits[row, ids] = values
 
 
-def _draw(logits: Tensor, seqs: list[Sequence], slots: np.ndarray, batch: PersistentBatch) -> tuple[Tensor, Tensor]:
-    """Rows with a temperature: the scaled and truncated logits, and a Gumbel-max draw from them."""
+def draw(logits: Tensor, columns: DrawColumns, *, writes: bool) -> Tensor:
+    """A Gumbel-max draw from the scaled and truncated logits; see FusedDraw."""
 
-    def column(values: np.ndarray) -> Tensor:
+    def put(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(logits.device)
 
-    keys = column(batch.stream_key[slots])
-    at = column(np.fromiter((seq.num_output for seq in seqs), np.int64, len(seqs)))
+    keys, at = put(columns.keys), put(columns.positions)
     # From the maximum, so that a low temperature cannot make it infinite.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / column(batch.temperature[slots])[:, None]
-    token_ids = torch.empty(len(seqs), dtype=torch.int64, device=logits.device)
-    top_k, top_p, min_p = batch.top_k[slots], batch.top_p[slots], batch.min_p[slots]
-    is_cut = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    for begin in range(0, len(seqs), NOISE_ROWS):
-        part = np.arange(begin, min(begin + NOISE_ROWS, len(seqs)))
+    scaled = (logits - logits.amax(-1, keepdim=True)) / put(columns.temperature)[:, None]
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    is_cut = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
+    for begin in range(0, len(logits), NOISE_ROWS):
+        part = np.arange(begin, min(begin + NOISE_ROWS, len(logits)))
         whole, cut = _index(part[~is_cut[part]], logits), _index(part[is_cut[part]], logits)
         if len(whole):
             noise = gumbel_noise_all(keys[whole], at[whole], logits.shape[1])
             token_ids[whole] = (scaled[whole] + noise).argmax(-1)
         if len(cut):
-            limits = Limits(column(top_k)[cut], column(top_p)[cut], column(min_p)[cut])
+            limits = Limits(put(columns.top_k)[cut], put(columns.top_p)[cut], put(columns.min_p)[cut])
             kept = _truncate(scaled[cut], limits)
             noise = gumbel_noise(keys[cut], at[cut], kept.ids)
             token_ids[cut] = kept.ids.gather(1, (kept.logits + noise).argmax(-1, keepdim=True))[:, 0]
             scaled[cut] = torch.full_like(scaled[cut], NEG_INF).scatter_(1, kept.ids, kept.logits)
-    return scaled, token_ids
+    if writes:
+        logits.copy_(scaled)
+    return token_ids
 
 
 @dataclass(frozen=True, slots=True)

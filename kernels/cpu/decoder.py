@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchinfer.engine.sampler import DrawColumns
 from batchinfer.kernels.cpu.library import Batch, Layer, Model, load_library
 from batchinfer.kernels.reference import TargetLogprobs
 from batchinfer.models.decoder import GreedyDraw, StepInputs, zeroed_pages
@@ -199,6 +200,14 @@ class CpuDecoder:
         found = self.head(hidden, num_ids=num_ids, wants_lse=wants_logprobs)
         logprobs = None if found.lse is None else found.top - found.lse
         return GreedyDraw(found.argmax, logprobs, ~found.top.isnan())
+
+    def draw(self, logits: Tensor, columns: DrawColumns, *, writes: bool) -> Tensor:
+        ids = torch.empty(len(logits), dtype=torch.int32)
+        arrays = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.keys, columns.positions)
+        self._library.bi_sample(
+            logits.data_ptr(), *logits.shape, *(array.ctypes.data for array in arrays), writes, ids.data_ptr()
+        )
+        return ids.long()
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor) -> TargetLogprobs:
         found = self.head(hidden, targets=targets.to(torch.int32).contiguous(), wants_entropy=True)

@@ -9,6 +9,7 @@
 #include "head.h"
 #include "ops.h"
 #include "plan.h"
+#include "sample.h"
 
 using namespace batchinfer;
 
@@ -56,6 +57,16 @@ void bi_silu_and_mul(const bf16* gate_up, bf16* out, int32_t rows, int32_t n) { 
 void bi_head(const bf16* hidden, const bf16* w, int32_t rows, int32_t V, int32_t K, int32_t num_ids, float* logits,
              float* top, int32_t* argmax, float* lse, float* entropy, const int32_t* target, float* target_logit) {
   head(hidden, w, rows, V, K, num_ids, logits, {top, argmax, lse, entropy, target, target_logit});
+}
+
+// One id of each of the rows; columns of parameters as in SamplingParams.
+void bi_sample(float* logits, int32_t rows, int32_t V, const float* temperature, const int64_t* top_k,
+               const double* top_p, const float* min_p, const int64_t* keys, const int64_t* positions, int32_t writes,
+               int32_t* ids) {
+  std::vector<SampleParams> params(rows);
+  for (int i = 0; i < rows; i++)
+    params[i] = {temperature[i], min_p[i], top_k[i], top_p[i], (uint64_t)keys[i], positions[i]};
+  sample(logits, rows, V, params.data(), writes, ids);
 }
 
 // q [tokens, heads, dim] rotated and scaled. For tests of the attention by itself.
