@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
 from batchinfer.errors import InputError
@@ -83,13 +84,14 @@ def _fail(code: int, message: str) -> int:
 app = typer.Typer(
     cls=_Group,
     help="Offline LLM batch inference: whole datasets of prompts in, completions out.",
+    epilog="Example: batchinfer run prompts.parquet --model smollm2-135m --output completions.parquet",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel="Commands")(run)
-app.command(rich_help_panel="Commands")(plan)
+app.command(rich_help_panel="Commands", cls=Command)(run)
+app.command(rich_help_panel="Commands", cls=Command)(plan)
 
 
 def _print_version(value: bool) -> None:

@@ -183,7 +183,7 @@ Logprobs = Annotated[
 LogprobsMode = Annotated[
     str | None,
     typer.Option(
-        metavar="raw|processed",
+        metavar="MODE",
         help="raw: of the model itself; processed: of what was drawn from. Default: raw.",
         rich_help_panel=SAMPLING,
     ),
@@ -202,8 +202,9 @@ PromptLogprobs = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        metavar="auto|float32|bfloat16|float16",
-        help="Number format of weights and KV. Default: auto, which is bfloat16 where checkpoint and device use it.",
+        metavar="DTYPE",
+        help="Format of weights and KV: float32, bfloat16, float16. Default: auto, which is bfloat16 where checkpoint "
+        "and device use it.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -243,16 +244,17 @@ KvMemory = Annotated[
 BlockSize = Annotated[
     int | None,
     typer.Option(
-        metavar="|".join(map(str, BLOCK_SIZES)),
-        help=f"Tokens per KV block. Default: {_ENGINE.block_size}.",
+        metavar="TOKENS",
+        help=f"Tokens per KV block: {', '.join(map(str, BLOCK_SIZES))}. Default: {_ENGINE.block_size}.",
         rich_help_panel=ENGINE,
     ),
 ]
 Policy = Annotated[
     str | None,
     typer.Option(
-        metavar="prefix|fcfs|priority",
-        help=f"Order of rows: along shared prefixes, as they come, or by --priority-column. Default: {_ENGINE.policy}.",
+        metavar="POLICY",
+        help="Order of rows: prefix (along shared prefixes), fcfs (as they come) or priority (by --priority-column). "
+        f"Default: {_ENGINE.policy}.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -308,6 +308,15 @@ def test_the_help_groups_all_options_and_has_an_example(command: Command, monkey
     assert "batchinfer run prompts.parquet --model smollm2-135m --max-tokens 64 --output completions.parquet" in text
 
 
+def test_the_help_cuts_no_name_on_80_columns(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = command("--help").output
+    assert "…" not in text
+    for setting in SETTINGS.values():
+        assert f" {setting.flag.split('/')[0]} " in text
+    assert command("--no-prefix-sharing", "--help").output == text, "switches work as before"
+
+
 def test_every_option_is_in_the_documentation(repo_root: Path) -> None:
     text = (repo_root / "docs" / "run.md").read_text(encoding="utf-8")
     for setting in SETTINGS.values():
