@@ -54,6 +54,9 @@ test: $(READY)  ## run all tests
 test-quick: $(READY)  ## run the tests that are not marked slow
 	$(BIN)/pytest -m "not slow"
 
+sanitize: $(READY)  ## run the C++ kernels under the address and undefined-behaviour sanitizers
+	$(BIN)/python tests/kernels/run_sanitized.py
+
 lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,4 +79,4 @@ clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info kernels/cpu/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo test test-quick lint types format clean
+.PHONY: help setup demo test test-quick sanitize lint types format clean
