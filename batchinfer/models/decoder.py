@@ -36,7 +36,8 @@ class KVPool(Protocol):
     Zeroed when made: a masked key still meets its value as 0 * v.
     """
 
-    block_size: int
+    @property
+    def block_size(self) -> int: ...
 
     @property
     def num_blocks(self) -> int: ...
