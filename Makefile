@@ -17,6 +17,9 @@ READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 TYPED := build/typed
 DEMO := build/demo.parquet
+# A worker for each core, so one thread is enough for each.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -49,10 +52,10 @@ demo: $(READY)  ## run the quickstart prompts through the embedded model and sho
 	@$(BIN)/python recipes/show_results.py $(DEMO)
 
 test: $(READY)  ## run all tests
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-quick: $(READY)  ## run the tests that are not marked slow
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 sanitize: $(READY)  ## run the C++ kernels under the address and undefined-behaviour sanitizers
 	$(BIN)/python tests/kernels/run_sanitized.py
