@@ -26,6 +26,8 @@ def make_prompt(
     except RowInputError as error:
         ids = np.empty(0, dtype=np.int32)
         return Prompt(row_index, ids, params, row_key(row_id, ids), error=error.error)
+    except ValueError as error:
+        raise ValueError(f"prompt {row_index}: {error}") from error
     return Prompt(row_index, ids.astype(np.int32), params, row_key(row_id, ids.astype(np.int32)))
 
 

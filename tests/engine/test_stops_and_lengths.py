@@ -379,8 +379,8 @@ def test_ids_outside_the_vocabulary_are_that_rows_error() -> None:
     "content", [[1.5], [[1, 2]], [[1], [1, 2]], [None], [2**70], [True], 5, b"text", {"role": "user"}, ["text"]]
 )
 def test_what_is_no_prompt_is_a_value_error(content: Any) -> None:
-    with pytest.raises(ValueError, match="a prompt must be text, a list of token ids"):
-        tiny_engine(weights=WEIGHTS).generate([content])
+    with pytest.raises(ValueError, match="prompt 1: a prompt must be text, a list of token ids"):
+        tiny_engine(weights=WEIGHTS).generate([[9], content])
 
 
 # The engine after a run that did not end
