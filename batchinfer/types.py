@@ -105,6 +105,9 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        for name in self.names():  # numbers out of data frames are numpy's
+            if isinstance(value := getattr(self, name), np.generic):
+                object.__setattr__(self, name, value.item())
         # Lists and a lone string are what JSON rows and keyword arguments bring.
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name, values in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchinfer.errors import InputError
@@ -78,3 +79,12 @@ def test_values_that_cannot_be_used_are_told(values: dict[str, Any], message: st
 def test_a_lone_stop_string_null_and_lists_are_taken() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
     assert SamplingParams(stop=None, stop_token_ids=[3]) == SamplingParams(stop_token_ids=(3,))  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    """What comes out of a data frame or an array."""
+    params = SamplingParams(n=np.int64(2), temperature=np.float32(0.5), max_tokens=np.int32(7))
+    assert params == SamplingParams(n=2, temperature=0.5, max_tokens=7)
+    assert type(params.n) is int
+    with pytest.raises(ValueError, match="n must be a whole number"):
+        SamplingParams(n=np.float64(2.5))

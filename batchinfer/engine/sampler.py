@@ -46,9 +46,14 @@ class DrawColumns:
 
     @classmethod
     def of(cls, seqs: list[Sequence], slots: npt.NDArray[np.int64], batch: PersistentBatch) -> DrawColumns:
-        columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.stream_key)
-        positions = np.fromiter((seq.num_output for seq in seqs), np.int64, len(seqs))
-        return cls(*(column[slots] for column in columns), positions)
+        return cls(
+            temperature=batch.temperature[slots],
+            top_k=batch.top_k[slots],
+            top_p=batch.top_p[slots],
+            min_p=batch.min_p[slots],
+            keys=batch.stream_key[slots],
+            positions=np.fromiter((seq.num_output for seq in seqs), np.int64, len(seqs)),
+        )
 
 
 @runtime_checkable

@@ -113,7 +113,9 @@ class WindowPlanner:
             for node, orders in uses.items()
         ]
         out.num_prompt_tokens = sum(len(prompt.token_ids) * prompt.params.n for prompt in rows)
-        out.num_shareable_tokens = out.num_prompt_tokens - tree.num_unique_tokens
+        # Each further sample computes the last prompt token again: its hidden state is what it draws from.
+        num_again = int(np.maximum(kept - 1, 0).sum())
+        out.num_shareable_tokens = out.num_prompt_tokens - tree.num_unique_tokens - num_again
 
     def _collapse(
         self, rows: list[Prompt], tree: PrefixTree, order: np.ndarray

@@ -30,3 +30,13 @@ def test_drawn_tokens_count_as_they_come_and_the_most_that_are_left_falls_to_not
     assert engine.stats.num_output_tokens_unfinished == 0
     assert drawn[-1] == engine.stats.num_output_tokens == sum(len(c.token_ids) for c in completions)
     assert (engine.stats.num_preemptions > 0) == (num_blocks == 6)
+
+
+def test_samples_can_reach_all_of_the_possible_sharing() -> None:
+    """Every sample computes the last prompt token again, so that token is not counted as shareable."""
+    engine = tiny_engine()
+    params = SamplingParams(max_tokens=3, n=20, temperature=1.0)
+    engine.generate([list(range(10, 23))], params)
+    assert engine.stats.num_prompt_tokens == 20 * 13
+    assert engine.stats.num_prompt_tokens_shareable == 19 * 12
+    assert engine.stats.num_prompt_tokens_reused == 19 * 12
