@@ -3,3 +3,7 @@
 
 class InputError(ValueError):
     """Something given is missing, unreadable or impossible. The message says what to do."""
+
+
+class KernelsWarning(RuntimeWarning):
+    """The job runs, slower than it could: kernels are missing."""

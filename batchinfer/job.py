@@ -42,6 +42,9 @@ class EngineLike(Protocol):
     def device(self) -> Any: ...  # a torch.device
 
     @property
+    def kernels(self) -> str: ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property
@@ -155,6 +158,7 @@ def engine_settings(engine: EngineLike) -> dict[str, Any]:
         **asdict(engine.config),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "device": str(engine.device),
+        "kernels": engine.kernels,
         "max_model_len": engine.max_model_len,
     }
 

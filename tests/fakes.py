@@ -123,6 +123,7 @@ class FakeEngine:
         self.stats = FakeEngineStats()
         self.dtype = "float32"
         self.device = "cpu"
+        self.kernels = "torch"
         self.num_runs_closed = 0
         self.prompts: list[Prompt] = []  # of the last run
         self._on_row = on_row

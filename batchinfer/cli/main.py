@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.core import TyperGroup
 from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
-from batchinfer.errors import InputError
+from batchinfer.errors import InputError, KernelsWarning
 from batchinfer.interrupt import Interrupted
 from batchinfer.version import __version__
 
@@ -42,10 +43,12 @@ class _Group(TyperGroup):
         # away from those that compute: on a busy machine a step then takes several times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         call_main = super().main
-        code = _exit_code(
-            lambda: call_main(argv, prog_name or "batchinfer", complete_var, standalone_mode=False, **extra),
-            debug="--debug" in argv,
-        )
+        with warnings.catch_warnings():
+            warnings.showwarning = _warning_printer(warnings.showwarning)
+            code = _exit_code(
+                lambda: call_main(argv, prog_name or "batchinfer", complete_var, standalone_mode=False, **extra),
+                debug="--debug" in argv,
+            )
         if standalone_mode:
             sys.exit(code)
         return code
@@ -69,6 +72,18 @@ def _exit_code(call: Callable[[], Any], *, debug: bool) -> int:
             return _fail(int(error.exit_code), f"{error.format_message()}\nSee {usage} --help")
         hint = "" if debug else "\nRun again with --debug to see the traceback"
         return _fail(1, f"{type(error).__name__}: {_text(error)}{hint}")
+
+
+def _warning_printer(show_others: Callable[..., None]) -> Callable[..., None]:
+    """Our own warnings are one plain line, without the place in the source."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, KernelsWarning):
+            print(f"batchinfer: {message}", file=sys.stderr)
+        else:
+            show_others(message, category, *place, **more)
+
+    return show
 
 
 def _text(error: BaseException) -> str:

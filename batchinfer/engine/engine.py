@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from batchinfer.engine.prompts import make_prompt
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.window import WindowPlan, WindowPlanner
-from batchinfer.errors import InputError
+from batchinfer.errors import InputError, KernelsWarning
+from batchinfer.kernels.cpu.choice import HOW_TO_BUILD, TORCH, KernelChoice, choose_kernels
 from batchinfer.models.decoder import Decoder, KVPool, LanguageModel, kv_bytes_per_block
 from batchinfer.models.source import ModelSource, resolve_model
 from batchinfer.models.spec import DecoderSpec
@@ -60,7 +62,9 @@ class Engine:
         if config.kv_memory_bytes is not None:  # known before the weights are read
             _num_blocks(config, kv_bytes_per_block(source.spec, dtype, config.block_size))
         torch.set_num_threads(config.threads or num_physical_cores())
-        decoder = _make_decoder(source.spec, source.load_weights(dtype, device), max_model_len)
+        kernels = choose_kernels(source.spec, dtype, device)
+        _warn_of_missing(kernels)
+        decoder = _make_decoder(source.spec, source.load_weights(dtype, device), kernels.name, max_model_len)
         self._set_up(decoder, source.tokenizer, source.eos_token_ids, max_model_len, config)
         self.source: ModelSource | None = source
         self.default_params = SamplingParams.from_mapping(source.generation_defaults)
@@ -107,6 +111,11 @@ class Engine:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def kernels(self) -> str:
+        """The instruction set of the C++ kernels that run the model, or "torch". Bits depend on it."""
+        return getattr(self.model, "instruction_set", TORCH)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -276,18 +285,18 @@ class Engine:
         return generate_dataset(self, dataset, params, **columns)
 
 
-def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, max_model_len: int) -> LanguageModel:
-    """The C++ kernels where they can run the model, else plain torch."""
-    from batchinfer.kernels.cpu.library import find_instruction_set
+def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, kernels: str, max_model_len: int) -> LanguageModel:
+    if kernels == TORCH:
+        return Decoder(spec, weights, ReferenceAttention, max_model_len)
+    from batchinfer.kernels.cpu.decoder import CpuDecoder
 
-    instruction_set = find_instruction_set()
-    dtype, device = weights.embed.dtype, weights.embed.device
-    if instruction_set is not None:
-        from batchinfer.kernels.cpu.decoder import CpuDecoder, unsupported
+    return CpuDecoder(spec, weights, kernels, max_model_len)
 
-        if unsupported(spec, dtype, device) is None:
-            return CpuDecoder(spec, weights, instruction_set, max_model_len)
-    return Decoder(spec, weights, ReferenceAttention, max_model_len)
+
+def _warn_of_missing(kernels: KernelChoice) -> None:
+    if kernels.is_missing:
+        message = f"running on plain torch, which is slower: {kernels.reason}. To build them: {HOW_TO_BUILD}"
+        warnings.warn(message, KernelsWarning, stacklevel=3)
 
 
 def _num_blocks(config: EngineConfig, bytes_per_block: int) -> int:

@@ -5,6 +5,7 @@ python kernels/cpu/build.py [FOLDER]
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -37,6 +38,14 @@ def targets() -> dict[str, tuple[str, ...]]:
     return {name: flags for name, flags in known.items() if chosen is None or name in chosen.split(",")}
 
 
+def sources_digest() -> str:
+    """Of everything a library is made from. It is compiled in, so that one from other sources is not used."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCE.parent.glob("*.h"), *SOURCE.parent.glob("*.cpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def find_compiler() -> str | None:
     named = os.environ.get("CXX")
     return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
@@ -50,12 +59,13 @@ def build(folder: Path) -> list[str]:
     if compiler is None:
         return ["no C++ compiler (g++ or clang++) was found: the kernels were not built, plain torch is used"]
     folder.mkdir(parents=True, exist_ok=True)
+    digest = f'-DBI_SOURCES="{sources_digest()}"'
 
     def compile_one(target: tuple[str, tuple[str, ...]]) -> str | None:
         name, flags = target
         out = folder / f"libbatchinfer_{name}.so"
         partial = out.with_suffix(f".{os.getpid()}.tmp")
-        command = [compiler, *COMMON_FLAGS, *flags, str(SOURCE), "-o", str(partial)]
+        command = [compiler, *COMMON_FLAGS, *flags, digest, str(SOURCE), "-o", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             partial.unlink(missing_ok=True)

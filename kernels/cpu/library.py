@@ -7,6 +7,9 @@ import os
 from functools import cache
 from pathlib import Path
 
+from batchinfer.errors import InputError
+from batchinfer.kernels.cpu.build import sources_digest
+
 #: Best first. Each is a shared library of the same source; see build.py.
 INSTRUCTION_SETS = ("avx512_bf16", "avx2", "portable")
 #: Names one of them, or "none": plain torch. For tests and for comparing.
@@ -88,34 +91,51 @@ def supported_instruction_sets() -> list[str]:
     return [*out, "portable"]
 
 
-def find_instruction_set() -> str | None:
-    """The build to use; None: none was built, or plain torch is forced.
+class LibraryError(Exception):
+    """A library that is not there or cannot be used; says why."""
 
-    Raises ValueError if the forced one does not exist or cannot run here.
+
+def forced_instruction_set() -> str | None:
+    """What the environment asks for: an instruction set, "torch", or None: the best.
+
+    Raises InputError if it does not exist or cannot run here.
     """
     forced = os.environ.get(FORCE_VARIABLE)
-    if forced == "none":
+    if not forced:
         return None
-    supported = supported_instruction_sets()
-    if forced:
-        if forced not in INSTRUCTION_SETS:
-            raise ValueError(f"{FORCE_VARIABLE} must be one of {', '.join(INSTRUCTION_SETS)}, none; got {forced!r}")
-        if forced not in supported or not library_path(forced).exists():
-            raise ValueError(f"{FORCE_VARIABLE}={forced}: not built, or this processor cannot run it")
-        return forced
-    return next((name for name in supported if library_path(name).exists()), None)
+    if forced == "none":
+        return "torch"
+    if forced not in INSTRUCTION_SETS:
+        raise InputError(f"{FORCE_VARIABLE} must be one of {', '.join(INSTRUCTION_SETS)}, none; got {forced!r}")
+    if forced not in supported_instruction_sets():
+        raise InputError(f"{FORCE_VARIABLE}={forced}: this processor cannot run it")
+    try:
+        load_library(forced)
+    except LibraryError as error:
+        raise InputError(f"{FORCE_VARIABLE}={forced}: {error}") from None
+    return forced
 
 
 @cache
 def load_library(instruction_set: str) -> ctypes.CDLL:
+    """Raises LibraryError."""
     # torch first: the kernels then run on the OpenMP runtime that it has loaded, so there is one.
     import torch  # noqa: F401
 
-    library = ctypes.CDLL(str(library_path(instruction_set)))
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes = arguments
-        function.restype = None
-    library.bi_isa.restype = ctypes.c_char_p
-    library.bi_isa.argtypes = []
+    path = library_path(instruction_set)
+    if not path.exists():
+        raise LibraryError(f"the {instruction_set} kernels are not built")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name in ("bi_isa", "bi_sources"):
+            getattr(library, name).restype = ctypes.c_char_p
+            getattr(library, name).argtypes = []
+        if library.bi_sources().decode() != sources_digest():
+            raise LibraryError(f"the {instruction_set} kernels were built from other sources, build them again")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = None
+    except (OSError, AttributeError) as error:
+        raise LibraryError(f"the {instruction_set} kernels do not load: {error}") from None
     return library

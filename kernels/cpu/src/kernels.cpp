@@ -44,6 +44,10 @@ static int rows_alone(const bi_model& m) {
 }
 
 const char* bi_isa() { return BI_ISA_NAME; }
+#ifndef BI_SOURCES
+#define BI_SOURCES "unknown"
+#endif
+const char* bi_sources() { return BI_SOURCES; }  // see build.py
 
 void bi_pack(const bf16* w, bf16* out, int32_t N, int32_t K) { pack(w, out, N, K); }
 void bi_linear(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int32_t M, int32_t N, int32_t K) {
