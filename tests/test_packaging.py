@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from importlib import metadata
@@ -18,6 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import batchinfer
+from batchinfer.kernels.cpu.build import find_compiler
+from batchinfer.kernels.cpu.library import supported_instruction_sets
 
 # Packages of the tree: folder -> import name.
 HOMES = {"batchinfer": "batchinfer", "kernels": "batchinfer.kernels", "evals": "batchinfer.evals"}
@@ -126,21 +130,94 @@ def test_kernels_package_is_safe_to_import_under_the_wrong_name(repo_root: Path)
 
 
 @pytest.fixture(scope="module")
-def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that the build leaves nothing in the checkout."""
+def source(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that builds leave nothing in the checkout; without what was built there."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repo_root / name, source / name)
     for folder in HOMES:
-        shutil.copytree(repo_root / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for script in repo_root.glob("setup.py"):
-        shutil.copy(script, source / script.name)
-    target = tmp_path_factory.mktemp("wheel")
-    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), "."]
-    done = subprocess.run([sys.executable, *command], cwd=source, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+        shutil.copytree(repo_root / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return source
+
+
+def build_wheel(source: Path, target: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel, and what was said."""
+    shutil.rmtree(source / "build", ignore_errors=True)  # what an earlier build compiled
+    command = ["-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), "."]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=source,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
     (built,) = target.glob("batchinfer-*.whl")
-    return built
+    return built, done.stdout
+
+
+#: The quickest to compile that this machine knows.
+KERNELS = "avx2" if platform.machine() in ("x86_64", "AMD64") else "portable"
+LIBRARY = f"batchinfer/kernels/cpu/libbatchinfer_{KERNELS}.so"
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"), BATCHINFER_BUILD_KERNELS=KERNELS)[0]
+
+
+@needs_compiler
+def test_wheel_holds_kernels_and_their_sources(wheel: Path, repo_root: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.endswith(".so")] == [LIBRARY]
+    sources = {f"batchinfer/kernels/cpu/src/{path.name}" for path in (repo_root / "kernels/cpu/src").iterdir()}
+    assert sources <= set(names)
+    assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_wheel_is_for_one_platform(wheel: Path) -> None:
+    assert sysconfig.get_platform().replace("-", "_").replace(".", "_") in wheel.name
+    assert "none-any" not in wheel.name
+
+
+# A row on torch and, if there are any, on the kernels that the package finds in itself.
+USE_KERNELS = """
+import torch
+from batchinfer.kernels.cpu.choice import best_built
+from batchinfer.kernels.cpu.library import load_library
+chosen = best_built()
+print(chosen.name)
+x = torch.ones(2, 16, dtype=torch.bfloat16)
+out = torch.empty(2, 16, dtype=torch.bfloat16)
+if chosen.name != "torch":
+    load_library(chosen.name).bi_rms_norm(None, x.data_ptr(), x.data_ptr(), 0.0, out.data_ptr(), 2, 16)
+    assert torch.equal(x, out)
+from batchinfer.kernels import reference
+assert torch.equal(reference.rms_norm(x, x[0], 0.0)[0], x)
+"""
+
+
+def use_kernels(wheel: Path, folder: Path) -> str:
+    zipfile.ZipFile(wheel).extractall(folder)
+    # -S leaves out the editable install, so torch's folder is named.
+    torch_home = Path(metadata.distribution("torch").locate_file(""))
+    return run_python(USE_KERNELS, folder, "-S", "-P", PYTHONPATH=f"{folder}{os.pathsep}{torch_home}")
+
+
+@needs_compiler
+def test_wheel_runs_its_kernels(wheel: Path, tmp_path: Path) -> None:
+    expected = KERNELS if KERNELS in supported_instruction_sets() else "torch"
+    assert use_kernels(wheel, tmp_path) == expected
+
+
+def test_without_a_compiler_the_wheel_runs_on_torch(source: Path, tmp_path: Path) -> None:
+    built, said = build_wheel(source, tmp_path / "wheel", CXX="/nonexistent", BATCHINFER_BUILD_KERNELS=KERNELS)
+    assert "no C++ compiler (g++ or clang++) was found: the kernels were not built, plain torch is used" in said
+    assert not [name for name in zipfile.ZipFile(built).namelist() if name.endswith(".so")]
+    assert use_kernels(built, tmp_path) == "torch"
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> None:
