@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import torch
 
 from batchinfer.config import Dtype
+from batchinfer.engine import cgroups
 from batchinfer.errors import InputError
 
 
 def num_physical_cores() -> int:
-    """Physical cores among the CPUs this process may use."""
+    """Physical cores among the CPUs this process may use, no more than a container's CPU time fills."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not Linux
@@ -24,20 +26,15 @@ def num_physical_cores() -> int:
             cores.add(siblings.read_text().strip())
         except OSError:
             cores.add(str(cpu))
-    return max(1, len(cores))
+    quota = cgroups.cpu_quota()
+    return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
 
 
 def free_memory_bytes() -> int:
     """Memory that can be had without swapping, the limit of a container included."""
+    limit = cgroups.free_memory_bytes()
     free = _meminfo_available()
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit != "max":
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError):
-        pass
-    return max(free, 0)
+    return free if limit is None else min(free, limit)
 
 
 def _meminfo_available() -> int:
