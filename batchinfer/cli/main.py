@@ -16,6 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from batchinfer.cli.doctor import doctor
 from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
@@ -107,6 +108,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Commands", cls=Command)(run)
 app.command(rich_help_panel="Commands", cls=Command)(plan)
+app.command(rich_help_panel="Commands", cls=Command)(doctor)
 
 
 def _print_version(value: bool) -> None:

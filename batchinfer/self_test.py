@@ -1,0 +1,177 @@
+"""Does the invariance contract hold on this machine? A tiny random model, run in every way, on every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine.engine import Engine
+from batchinfer.kernels.cpu.choice import TORCH
+from batchinfer.models.spec import DecoderSpec, RopeSpec
+from batchinfer.models.weights import DecoderWeights, LayerWeights
+from batchinfer.types import Prompt, SamplingParams, row_key
+
+#: Grouped-query heads of 64 channels, as most models have them; one of two layers with a sliding window.
+SPEC = DecoderSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=300,
+    hidden_size=96,
+    intermediate_size=160,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeSpec("default", 10_000.0, 64),
+    max_position=512,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    hidden_act="silu",
+    sliding_windows=(None, 48),
+    dtype="bfloat16",
+)
+
+ALONE = EngineConfig(max_num_seqs=1, prefix_sharing=False, kv_memory_bytes=1 << 25)
+#: Each must give every row the bits that it has alone.
+WAYS = {
+    "in company": replace(ALONE, max_num_seqs=64),
+    "in chunks": replace(ALONE, max_num_seqs=64, max_batch_tokens=7),
+    "shared": replace(ALONE, max_num_seqs=64, prefix_sharing=True),
+    "shared and in chunks": replace(ALONE, max_num_seqs=64, max_batch_tokens=50, prefix_sharing=True),
+}
+
+#: Log-probabilities this far from plain torch, in nats, are an error: rounding alone makes 0.02 here.
+FARTHEST = 0.3
+FROM_TORCH = "from plain torch"
+
+Rows = dict[tuple[int, int], tuple[Any, ...]]  # (row, sample) -> ids and log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Invariance:
+    """The test's result for one kind of kernels and one dtype."""
+
+    kernels: str
+    dtype: str
+    differing: tuple[str, ...]  # the ways in which some row was not the same bits as alone; FROM_TORCH
+    torch_difference: float | None  # nats: largest of prompt log-probabilities against plain torch in bf16
+
+    @property
+    def holds(self) -> bool:
+        return not self.differing
+
+
+def check_invariance(instruction_sets: Sequence[str]) -> Iterator[Invariance]:
+    """Plain torch in fp32 and bf16, then the C++ kernels of these instruction sets."""
+    yield _check(TORCH, torch.float32, None)[0]
+    found, on_torch = _check(TORCH, torch.bfloat16, None)
+    yield found
+    for name in instruction_sets:
+        yield _check(name, torch.bfloat16, on_torch)[0]
+
+
+def _check(kernels: str, dtype: torch.dtype, on_torch: Rows | None) -> tuple[Invariance, Rows]:
+    engine = Engine.from_parts(_model(kernels, dtype), _NoText(), (), SPEC.max_position, ALONE)
+    rows = list(_rows())
+    alone: Rows = {}
+    for row in rows:
+        alone |= _run(engine, [row])
+    differing = []
+    for name, config in WAYS.items():
+        engine.config = config
+        if _run(engine, rows) != alone:
+            differing.append(name)
+    difference = None if on_torch is None else _largest_difference(alone, on_torch)
+    if difference is not None and not difference < FARTHEST:
+        differing.append(FROM_TORCH)
+    return Invariance(kernels, str(dtype).removeprefix("torch."), tuple(differing), difference), alone
+
+
+def _largest_difference(rows: Rows, others: Rows) -> float:
+    """Infinite if a row failed or has none that is finite."""
+    differences = []
+    for key, (_, _, logprobs) in rows.items():
+        if not logprobs or not others[key][2]:
+            return float("inf")
+        differences.append(np.abs(np.subtract(logprobs[1:], others[key][2][1:])).max())
+    largest = float(np.max(differences))
+    return largest if np.isfinite(largest) else float("inf")
+
+
+def _run(engine: Engine, rows: list[Prompt]) -> Rows:
+    return {
+        (completion.row_index, completion.sample_index): (
+            completion.token_ids,
+            completion.logprobs,
+            completion.prompt_logprobs,
+        )
+        for completion in engine.run(rows)
+    }
+
+
+def _rows() -> Iterator[Prompt]:
+    """Two families of shared prefixes, greedy and sampled rows of several lengths."""
+    rng = np.random.default_rng(3)
+    stems = [rng.integers(0, SPEC.vocab_size, length) for length in (70, 130)]
+    for index, length in enumerate((1, 5, 30, 64, 2, 9)):
+        ids = np.concatenate([stems[index % 2], rng.integers(0, SPEC.vocab_size, length)]).astype(np.int32)
+        params = SamplingParams(
+            max_tokens=8, temperature=0.9 * (index % 3 == 2), seed=index, logprobs=0, prompt_logprobs=True
+        )
+        yield Prompt(index, ids, params, row_key(None, ids))
+
+
+def _model(kernels: str, dtype: torch.dtype) -> Any:
+    from batchinfer.attention.backend import ReferenceAttention
+    from batchinfer.kernels.cpu.decoder import CpuDecoder
+    from batchinfer.models.decoder import Decoder
+
+    weights = _random_weights(dtype)
+    if kernels == TORCH:
+        return Decoder(SPEC, weights, ReferenceAttention, SPEC.max_position)
+    return CpuDecoder(SPEC, weights, kernels, SPEC.max_position)
+
+
+def _random_weights(dtype: torch.dtype) -> DecoderWeights:
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, attended = SPEC.hidden_size, SPEC.intermediate_size, SPEC.num_heads * SPEC.head_dim
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    layers = [
+        LayerWeights(
+            attn_norm=torch.ones(hidden, dtype=dtype),
+            qkv=draw(attended + 2 * SPEC.num_kv_heads * SPEC.head_dim, hidden),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            o=draw(hidden, attended),
+            o_bias=None,
+            mlp_norm=torch.ones(hidden, dtype=dtype),
+            gate_up=draw(2 * inner, hidden),
+            gate_up_bias=None,
+            down=draw(hidden, inner),
+            down_bias=None,
+        )
+        for _ in range(SPEC.num_layers)
+    ]
+    embed, head = draw(SPEC.vocab_size, hidden) * hidden**0.5, draw(SPEC.vocab_size, hidden)
+    return DecoderWeights(embed=embed, layers=layers, final_norm=torch.ones(hidden, dtype=dtype), lm_head=head)
+
+
+class _NoText:
+    """A tokenizer of tokens that are no text."""
+
+    num_ids = SPEC.vocab_size
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
