@@ -93,6 +93,35 @@ void heads() {
       }
 }
 
+void samples() {
+  const float inf = std::numeric_limits<float>::infinity();
+  for (int V : {1, 3, 15, 64, 65, 1003})
+    for (int M : {1, 7, 24}) {
+      std::vector<float> logits((size_t)M * V), temperature(M), min_p(M);
+      std::vector<int64_t> top_k(M), keys(M), positions(M);
+      std::vector<double> top_p(M);
+      std::vector<int32_t> ids(M), again(M);
+      for (auto& x : logits) x = uniform() * 8;
+      for (int i = 0; i < M; i++) {
+        temperature[i] = i % 5 ? 0.7f : 1e-5f, min_p[i] = i % 3 ? 0.f : 0.2f, top_k[i] = i % 4 ? 0 : V / 2 + 1;
+        top_p[i] = i % 2 ? 1. : 0.6, keys[i] = ((int64_t)draw() << 32) - 7, positions[i] = draw() % 5000;
+      }
+      if (V > 3) logits[1] = -inf, logits[V - 1] = logits[V - 2];
+      // Broken rows, whose id does not matter: NaN first, in the middle, everywhere; an infinite logit.
+      const int broken[] = {M - 1, M - 2, M - 3, M - 4};
+      if (M > 4) {
+        logits[(size_t)broken[0] * V] = NAN, logits[(size_t)broken[1] * V + V / 2] = NAN;
+        std::fill_n(logits.begin() + (size_t)broken[2] * V, V, NAN), logits[(size_t)broken[3] * V + V / 2] = inf;
+      }
+      for (int writes : {0, 1}) {
+        bi_sample(logits.data(), M, V, temperature.data(), top_k.data(), top_p.data(), min_p.data(), keys.data(),
+                  positions.data(), writes, writes ? again.data() : ids.data());
+        for (int id : writes ? again : ids) expect(id >= 0 && id < V, "ids lie in the vocabulary");
+      }
+      expect(ids == again, "drawing again gives the same ids");
+    }
+}
+
 struct Shape {
   int heads, kv_heads, dim, rope_dim, block_size, window;
   bool has_norms;
@@ -195,6 +224,7 @@ int main() {
   products();
   rows();
   heads();
+  samples();
   const std::vector<int> mixed = {1, 2, 3, 70, 1, 5, 9, 25, 1, 33, 64, 130}, decodes(37, 1);
   const Shape shapes[] = {
       {2, 1, 16, 16, 16, 0, false}, {6, 2, 64, 64, 64, 70, true},   {4, 4, 128, 128, 32, 8, false},
