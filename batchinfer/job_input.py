@@ -97,15 +97,12 @@ def resolve_job(
     """The model's description and the sampling parameters. Raises InputError if they cannot be used."""
     from batchinfer.dataset.prompts import check_can_build
     from batchinfer.models.source import resolve_model
+    from batchinfer.models.spec import choose_max_model_len
 
     with unreadable_is_input_error(f"cannot read model {settings.model}"):
         model = (resolve or resolve_model)(settings.model)
         tokenizer = model.tokenizer
-    limit = settings.engine.max_model_len
-    if limit is not None and limit > model.spec.max_position:
-        raise InputError(
-            f"--max-model-len {limit} is above the {model.spec.max_position} tokens that {settings.model} was made for"
-        )
+    choose_max_model_len(settings.engine.max_model_len, model.spec, settings.model)  # before the weights are read
     check_can_build(rows.columns, tokenizer, settings.system)
     return model, resolve_params(settings.sampling, model.generation_defaults, rows.row_fields)
 

@@ -22,7 +22,7 @@ from batchinfer.errors import InputError, KernelsWarning
 from batchinfer.kernels.cpu.choice import HOW_TO_BUILD, TORCH, KernelChoice, choose_kernels
 from batchinfer.models.decoder import Decoder, KVPool, LanguageModel, kv_bytes_per_block
 from batchinfer.models.source import ModelSource, resolve_model
-from batchinfer.models.spec import DecoderSpec
+from batchinfer.models.spec import DecoderSpec, choose_max_model_len
 from batchinfer.models.weights import DecoderWeights
 from batchinfer.types import (
     Completion,
@@ -58,7 +58,7 @@ class Engine:
         source = resolve_model(model) if isinstance(model, str) else model
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, source.spec.dtype, device)
-        max_model_len = _max_model_len(config.max_model_len, source)
+        max_model_len = choose_max_model_len(config.max_model_len, source.spec, source.name)
         if config.kv_memory_bytes is not None:  # known before the weights are read
             _num_blocks(config, kv_bytes_per_block(source.spec, dtype, config.block_size))
         torch.set_num_threads(config.threads or num_physical_cores())
@@ -308,10 +308,3 @@ def _num_blocks(config: EngineConfig, bytes_per_block: int) -> int:
             f"{bytes_per_block:,}: raise it"
         )
     return config.kv_memory_bytes // bytes_per_block
-
-
-def _max_model_len(asked: int | None, source: ModelSource) -> int:
-    limit = source.spec.max_position
-    if asked is not None and asked > limit:
-        raise InputError(f"--max-model-len {asked} is above the {limit} positions that {source.name} was made for")
-    return asked or limit

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from batchinfer.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -128,3 +130,10 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
+
+
+def choose_max_model_len(asked: int | None, spec: DecoderSpec, model: str) -> int:
+    """Most tokens of prompt and output together. Raises InputError for more than the model was made for."""
+    if asked is not None and asked > spec.max_position:
+        raise InputError(f"--max-model-len {asked} is above the {spec.max_position} tokens that {model} was made for")
+    return asked or spec.max_position
