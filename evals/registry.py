@@ -1,0 +1,64 @@
+"""Which evaluators there are: those of this package, and those that installed packages register.
+
+A package adds its own in its pyproject.toml; the name is what `--metrics` picks:
+
+    [project.entry-points."batchinfer.evaluators"]
+    word_count = "my_package.metrics:WordCount"
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from batchinfer.errors import InputError
+from batchinfer.evals.protocol import ENTRY_POINT_GROUP, EvalOptions, Evaluator, EvaluatorFactory
+
+#: name -> module:attribute, in the order in which reports show them. Imported only when made.
+BUILTIN: dict[str, str] = {}
+
+
+def evaluator_names() -> list[str]:
+    """Built-in ones first, then those of other packages."""
+    return [*BUILTIN, *sorted(set(_entry_points()) - set(BUILTIN))]
+
+
+def make_evaluators(names: Sequence[str] | None, options: EvalOptions) -> list[Evaluator]:
+    """The evaluators of these names, each once; None: all. Those that read other metrics come last.
+
+    Raises InputError for a name that does not exist, an evaluator that cannot be loaded, or options
+    that one of them refuses.
+    """
+    known = evaluator_names()
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"--metrics: there is no evaluator {name!r}{_hint(name, known)}")
+    wanted = list(dict.fromkeys(known if names is None else names))
+    evaluators = [_factory(name)(options) for name in wanted]
+    return in_order(evaluators)
+
+
+def in_order(evaluators: Iterable[Evaluator]) -> list[Evaluator]:
+    return sorted(evaluators, key=lambda evaluator: evaluator.needs.other_metrics)  # stable
+
+
+def _factory(name: str) -> EvaluatorFactory:
+    try:
+        if name in BUILTIN:
+            module, attribute = BUILTIN[name].split(":")
+            return getattr(importlib.import_module(module), attribute)
+        return _entry_points()[name].load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"evaluator {name!r} cannot be loaded: {error}") from error
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    """A name of this package's own is not replaced by another package's."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
