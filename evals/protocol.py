@@ -9,6 +9,7 @@ statistics as the built-in ones.
         name = "word_count"
         title = "Words per output"
         needs = Needs()
+        metric_names = ("words",)
 
         def why_not(self, pairs, context):
             return self.needs.why_not(pairs, context)
@@ -230,6 +231,7 @@ class Evaluator(Protocol):
     name: str  # what --metrics picks it by
     title: str
     needs: Needs
+    metric_names: tuple[str, ...]  # glob patterns of what it can give; --gate is checked against them before any work
 
     def why_not(self, pairs: PairedRows, context: EvalContext) -> str | None:
         """Why it cannot run on these inputs, in a sentence that says what to do; None when it can."""
