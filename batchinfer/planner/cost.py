@@ -62,8 +62,10 @@ class JobCost:
     lm_head_flops: 2 * hidden_size * vocab_size * sampled tokens.
     num_steps: the least there can be: the greatest of computed tokens / max_batch_tokens, sampled
         tokens / max_num_seqs (both rounded up) and the longest max_tokens.
-    weight_bytes_read: (weights of blocks, final norm and lm_head) * dtype_bytes * num_steps
-        + hidden_size * dtype_bytes * computed tokens, for the embedding.
+    weight_bytes_read: (weights of blocks and final norm) * dtype_bytes * num_steps
+        + hidden_size * dtype_bytes * computed tokens, for the embedding, + lm_head_bytes_read.
+    lm_head_bytes_read: hidden_size * vocab_size * dtype_bytes * the least number of steps that sample: the
+        greater of sampled tokens / max_num_seqs (rounded up) and the longest max_tokens.
     kv_bytes_written: KV of the computed tokens.
     kv_bytes_read: prompts in chunks of max_batch_tokens, each chunk reading all positions up to its
         end; and for decoding, samples in groups of `max_num_seqs` that start together: a step reads
@@ -80,6 +82,7 @@ class JobCost:
     lm_head_flops: int
     flops: int
     weight_bytes_read: int
+    lm_head_bytes_read: int  # part of weight_bytes_read
     kv_bytes_read: int
     kv_bytes_written: int
     bytes: int
@@ -268,11 +271,8 @@ def _cost(work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, m
     num_decode = int((samples.num_outputs - 1).sum())
     num_computed = num_prompt + num_decode
     num_sampled = num_decode + len(samples.num_outputs)
-    num_steps = max(
-        -(-num_computed // max_batch_tokens),
-        -(-num_sampled // samples.group_size),
-        int(samples.num_outputs.max(initial=0)),
-    )
+    num_sampling_steps = max(-(-num_sampled // samples.group_size), int(samples.num_outputs.max(initial=0)))
+    num_steps = max(-(-num_computed // max_batch_tokens), num_sampling_steps)
     decode_end = samples.num_prompt + samples.num_outputs - 1
     contexts = sum(
         num_layers * (_context_sum(work.begin, work.end, window) + _context_sum(samples.num_prompt, decode_end, window))
@@ -284,8 +284,9 @@ def _cost(work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, m
     lm_head = 2 * head_weights * num_sampled
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
     own_reads = int((samples.num_outputs * (samples.num_outputs - 1) // 2).sum())
-    weights_of_step = _num_block_parameters(spec) + spec.hidden_size + head_weights
-    weight_bytes = dtype_bytes * (weights_of_step * num_steps + spec.hidden_size * num_computed)
+    lm_head_bytes = dtype_bytes * head_weights * num_sampling_steps
+    weights_of_step = _num_block_parameters(spec) + spec.hidden_size
+    weight_bytes = dtype_bytes * (weights_of_step * num_steps + spec.hidden_size * num_computed) + lm_head_bytes
     kv_read, kv_written = kv_bytes * (work.kv_reads + own_reads), kv_bytes * num_computed
     return JobCost(
         num_prompt_tokens_computed=num_prompt,
@@ -296,6 +297,7 @@ def _cost(work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, m
         lm_head_flops=lm_head,
         flops=matmul + attention + lm_head,
         weight_bytes_read=weight_bytes,
+        lm_head_bytes_read=lm_head_bytes,
         kv_bytes_read=kv_read,
         kv_bytes_written=kv_written,
         bytes=weight_bytes + kv_read + kv_written,

@@ -144,8 +144,11 @@ def test_bytes_equal_sums_over_steps(job: Job, group: int, chunk: int) -> None:
         assert cost.num_steps == max(
             -(-computed // chunk), -(-sampled // group), max((m for _, m in samples), default=0)
         )
-        of_a_step = LINEAR + 3 * 2 * 6 + 6 + 6 * 11
-        assert cost.weight_bytes_read == 2 * (of_a_step * cost.num_steps + 6 * computed)
+        # Steps that only compute prompts do not read the lm_head.
+        sampling = max(-(-sampled // group), max((m for _, m in samples), default=0))
+        assert cost.lm_head_bytes_read == 2 * 6 * 11 * sampling
+        of_a_step = LINEAR + 3 * 2 * 6 + 6
+        assert cost.weight_bytes_read == 2 * (of_a_step * cost.num_steps + 6 * computed) + cost.lm_head_bytes_read
         assert cost.kv_bytes_written == KV_BYTES * computed
         assert cost.bytes == cost.weight_bytes_read + cost.kv_bytes_read + cost.kv_bytes_written
 
