@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NUM_SHARED_PREFIXES = 10
 _SHOWN_CHARS = 40
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def plan_run(
 
     rows = open_input(settings, window_rows)
     model, params = resolve_job(settings, rows, resolve)
-    dtype = _dtype(settings.engine, model)
+    dtype = dtype_of(settings.engine, model)
     max_model_len = settings.engine.max_model_len or model.spec.max_position
     plans: list[JobPlan] = []
     shown: list[PrefixText] = []
@@ -129,7 +129,7 @@ def plan_run(
         plan = plan_job(
             build_prefix_tree([prompt.token_ids for prompt in runnable]),
             model.spec,
-            dtype_bytes=_DTYPE_BYTES[dtype],
+            dtype_bytes=DTYPE_BYTES[dtype],
             max_tokens=[min(p.params.max_tokens, max_model_len - len(p.token_ids)) for p in runnable],
             n=[prompt.params.n for prompt in runnable],
             max_num_seqs=settings.engine.max_num_seqs,
@@ -212,7 +212,8 @@ def _with_text(prefix: SharedPrefix, prompts: list[Prompt], model: ModelSource) 
     return PrefixText(replace(prefix, example_row=prompt.row_index), begin, end)
 
 
-def _dtype(config: EngineConfig, model: ModelSource) -> str:
+def dtype_of(config: EngineConfig, model: ModelSource) -> str:
+    """What --dtype comes to for the model on its device."""
     if config.dtype != "auto":
         return config.dtype
     from batchinfer.engine.machine import choose_device, choose_dtype

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from batchinfer.cli.bench import bench
 from batchinfer.cli.doctor import doctor
 from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
@@ -108,6 +109,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Commands", cls=Command)(run)
 app.command(rich_help_panel="Commands", cls=Command)(plan)
+app.command(rich_help_panel="Commands", cls=Command)(bench)
 app.command(rich_help_panel="Commands", cls=Command)(doctor)
 
 

@@ -129,9 +129,9 @@ class WindowPlanner:
         duplicates: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for row in map(int, order):
             prompt = rows[row]
-            greedy, num_samples = prompt.params.temperature == 0, prompt.params.n
-            key = (int(tree.node_of_row[row]), prompt.params, None if greedy else prompt.key)
-            owner = first.setdefault(key, row)
+            num_samples, stream = prompt.params.n, stream_of(prompt)
+            greedy = stream is None
+            owner = first.setdefault((int(tree.node_of_row[row]), prompt.params, stream), row)
             kept[row] = 0 if owner != row else 1 if greedy else num_samples
             for sample in range(num_samples):
                 to = (owner, 0 if greedy else sample)
@@ -150,6 +150,14 @@ class WindowPlanner:
             stream_key=stream_key(params.seed, prompt.key, sample),
             max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
         )
+
+
+def stream_of(prompt: Prompt) -> int | None:
+    """The row's random stream; None: greedy, it draws nothing and its samples are equal.
+
+    Prompts of equal tokens, parameters and stream have equal samples.
+    """
+    return None if prompt.params.temperature == 0 else prompt.key
 
 
 class _SharedPaths:
