@@ -2,13 +2,13 @@
 
 A *pair* is one sample of one prompt before and the same one after. A *prompt* is what the samples
 of one input row have in common. A *cluster* is what is resampled together when intervals are made:
-the prompt, or the value of `--cluster-column`.
+all rows of equal prompts, or of one value of `--cluster-column`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +57,11 @@ class PairedRows:
         cluster_index: [num_pairs] 0 .. num_clusters - 1; rows of a prompt lie in the same cluster.
         inputs: [num_pairs] the input columns of `before`, as Arrow data, repeated for each sample.
         references: [num_pairs] text, None where null; None as a whole without a reference column.
+        prompt_column: input column with what the model was given; None where unknown.
+        paired_by: "column 'id'", "prompt", ..., for people.
         num_unpaired_before, num_unpaired_after: rows that the other side lacks.
+        num_prompts_differ: pairs whose two prompts are not the same; None where prompts are unknown.
+        notes: on how rows were paired, such as ids that occur twice. Shown with the warnings.
     """
 
     ids: Sequence[Any]
@@ -71,10 +75,12 @@ class PairedRows:
     reference_column: str | None = None
     cluster_column: str | None = None
     id_column: str | None = None
+    prompt_column: str | None = None
+    paired_by: str = "row number"
     num_unpaired_before: int = 0
     num_unpaired_after: int = 0
-    #: Notes on how rows were paired, such as ids that occur twice. Shown with the warnings.
-    notes: Sequence[str] = field(default=())
+    num_prompts_differ: int | None = None
+    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

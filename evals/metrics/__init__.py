@@ -1,0 +1,1 @@
+"""Evaluators, one short file each."""
