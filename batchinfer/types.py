@@ -10,10 +10,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -26,6 +30,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-sequence id, a stop token id or a stop string
     LENGTH = "length"  # max_tokens or max_model_len was reached: the text is cut
+    SCORED = "scored"  # nothing was to be generated, see Prompt.score
     ERROR = "error"  # see Completion.error
 
 
@@ -191,6 +196,62 @@ def row_key(row_id: str | int | None, token_ids: TokenIds) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Which tokens of a prompt to score, teacher-forced: the prompt generates nothing.
+
+    The last scored token needs no forward pass of its own, so it is not among the prompt's `token_ids`.
+
+    Attributes:
+        spans: half-open ranges of token positions, ascending and apart, from 1 (the first token has no
+            context) to len(token_ids) + 1 at most; position len(token_ids) is `next_id`.
+        next_id: the token behind token_ids.
+        keeps_hidden: give back the hidden states that the scored tokens are predicted from, and no
+            scores. These positions are computed for this prompt alone, and shared with no other.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    next_id: int
+    keeps_hidden: bool = False
+
+    def __post_init__(self) -> None:
+        borders = [position for span in self.spans for position in span]
+        if not borders or borders[0] < 1 or any(low >= high for low, high in pairwise(borders)):
+            raise ValueError(f"spans must be ascending, not empty and from 1 on, got {self.spans!r}")
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[num_scored] positions of the scored tokens, ascending."""
+        return np.concatenate([np.arange(begin, end) for begin, end in self.spans])
+
+
+@dataclass(slots=True)
+class TokenScores:
+    """What a model says of given tokens, each in its context; one entry for each scored token, by position."""
+
+    logprobs: npt.NDArray[np.float32]  # [num_scored] nats, of the raw distribution
+    entropies: npt.NDArray[np.float32]  # [num_scored] nats, of the distribution the token is predicted from
+    is_top: npt.NDArray[np.bool_]  # [num_scored]; the token is the most probable one (the lowest id of equals)
+
+    @classmethod
+    def empty(cls, num_tokens: int) -> TokenScores:
+        """NaN and False, to be filled."""
+        nan = np.full((2, num_tokens), np.nan, dtype=np.float32)
+        return cls(nan[0], nan[1], np.zeros(num_tokens, dtype=np.bool_))
+
+    def __getitem__(self, key: Any) -> TokenScores:
+        """The scores of some tokens: a slice is a view, an array of places a copy."""
+        return TokenScores(self.logprobs[key], self.entropies[key], self.is_top[key])
+
+    def __setitem__(self, key: Any, values: TokenScores) -> None:
+        self.logprobs[key], self.entropies[key], self.is_top[key] = values.logprobs, values.entropies, values.is_top
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def copy(self) -> TokenScores:
+        return TokenScores(self.logprobs.copy(), self.entropies.copy(), self.is_top.copy())
+
+
 @dataclass(slots=True)
 class Prompt:
     """One input row, tokenized. `error` is set when the row cannot run; it still gets an output row."""
@@ -201,6 +262,7 @@ class Prompt:
     key: int = 0  # see row_key()
     priority: float = 0.0  # higher runs earlier under --policy priority
     error: RowError | None = None
+    score: ScoreRequest | None = None  # set: nothing is generated, and params do not count
 
 
 @dataclass(slots=True)
@@ -224,6 +286,8 @@ class Completion:
     logprobs: list[float] | None = None  # [num_output_tokens] nats
     top_logprobs: list[list[tuple[int, float]]] | None = None  # [num_output_tokens][k] (id, nats), best first
     prompt_logprobs: list[float | None] | None = None  # [num_prompt_tokens]; the first is None
+    scores: TokenScores | None = None  # [num_scored] where Prompt.score asks for them
+    hidden: Tensor | None = None  # [num_scored, hidden_size] where Prompt.score keeps hidden states
     error: RowError | None = None
 
 

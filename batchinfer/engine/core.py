@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from batchinfer.engine.batch import PersistentBatch
 from batchinfer.engine.blocks import BlockPool
+from batchinfer.engine.prompt_scores import PromptScorer
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.scheduler import Scheduler, Step
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import EngineStats
-from batchinfer.engine.tree_cache import Match, TreeCache
+from batchinfer.engine.tree_cache import TreeCache
 from batchinfer.engine.window import WindowPlan
 from batchinfer.models.decoder import FusedHead, KVPool, LanguageModel
 from batchinfer.types import Completion, ErrorCode, FinishReason, RowError
@@ -73,6 +75,7 @@ class WindowRun:
         stats.max_output_tokens_left = sum(seq.max_tokens for seq in plan.sequences)
         plan.sequences.clear()
         max_blocks = -(-limits.max_model_len // kv.block_size)
+        self.scorer = PromptScorer(model, self.cache)
         self.batch = PersistentBatch(self.scheduler.max_num_seqs, max_blocks, kv.block_size, model.device)
         self._fused = model if isinstance(model, FusedHead) else None
         self._max_rows = max(16, MAX_LOGITS // model.spec.vocab_size)
@@ -92,16 +95,20 @@ class WindowRun:
         self._apply(step)
         hidden = self.model.forward(self.batch.inputs(step.scheduled), self.kv)
         self._note_non_finite(step, hidden)
-        self._score_prompts(step, hidden)
-        ends, sampling = [], []
+        self.scorer.score(step, hidden)
+        ends: list[int] = []
+        sampling: list[Sequence] = []
+        finished: list[Ended] = []
         at = 0
         for seq, num_tokens in step.scheduled:
             at += num_tokens
             self.scheduler.on_computed(seq, num_tokens)
-            if seq.num_computed == seq.num_tokens:
+            if seq.has_all_scores:
+                finished.append(self._scored(seq))
+            elif seq.num_computed == seq.num_tokens:
                 ends.append(at - 1)
                 sampling.append(seq)
-        finished = self._sample(hidden[ends], sampling)
+        finished += self._sample(hidden[ends], sampling)
         for seq, _, _ in finished:
             self.scheduler.finish(seq)
             self.batch.remove(seq)
@@ -116,7 +123,7 @@ class WindowRun:
             self.batch.remove(seq)
         for seq, match in step.admitted:
             self.batch.add(seq)
-            self._recall_logprobs(seq, match)
+            self.scorer.admit(seq, match)
         if step.copies:
             self.kv.copy_blocks(step.copies)
         if self.saw_non_finite:
@@ -135,57 +142,17 @@ class WindowRun:
             seq.is_finite &= bool(is_finite[at : at + num_tokens].all())
             at += num_tokens
 
-    # Prompt logprobs. The logprob of the token at position p comes from the hidden state at p - 1; at
-    # the border of a shared node that state is kept with the node.
-
-    def _wants_logprobs(self, seq: Sequence) -> bool:
-        if seq.params.prompt_logprobs:
-            return True
-        nodes = (self.cache.nodes[index] for index in seq.path)
-        return any(node.wants_logprobs and node.computing is seq for node in nodes)
-
-    def _recall_logprobs(self, seq: Sequence, match: Match) -> None:
-        """Take what the shared nodes keep for the sequence's cached part."""
-        if not self._wants_logprobs(seq):
-            return
-        if seq.prompt_logprobs is None:
-            seq.prompt_logprobs = torch.full((seq.num_prompt,), float("nan")).numpy()
-        for span in match.spans:
-            assert span.logprobs is not None
-            seq.prompt_logprobs[span.start : span.end] = span.logprobs
-        if match.spans and match.num_cached == match.spans[-1].end < seq.num_prompt:
-            border = match.spans[-1].last_hidden
-            assert border is not None
-            target = torch.tensor([int(seq.tokens[match.num_cached])], device=self.model.device)
-            logprob = self.model.target_logprobs(border[None], target).logprob
-            seq.prompt_logprobs[match.num_cached] = float(logprob)
-
-    def _score_prompts(self, step: Step, hidden: Tensor) -> None:
-        """Prompt logprobs of the tokens that this step's hidden states predict."""
-        rows: list[Tensor] = []
-        targets: list[Tensor] = []
-        spans: list[tuple[Sequence, int, int]] = []
-        at = 0
-        for seq, num_tokens in step.scheduled:
-            begin, end = seq.num_computed, seq.num_computed + num_tokens
-            if begin < seq.num_prompt and self._wants_logprobs(seq):
-                last = min(end, seq.num_prompt - 1)
-                if last > begin:
-                    rows.append(hidden[at : at + last - begin])
-                    targets.append(torch.from_numpy(seq.tokens[begin + 1 : last + 1].astype("int64")))
-                    spans.append((seq, begin + 1, last + 1))
-                for node in (self.cache.nodes[index] for index in seq.path):
-                    if node.wants_logprobs and node.computing is seq and begin < node.end <= end:
-                        node.last_hidden = hidden[at + node.end - 1 - begin].clone()
-            at += num_tokens
-        if not rows:
-            return
-        found = self.model.target_logprobs(torch.cat(rows), torch.cat(targets).to(self.model.device))
-        values = found.logprob.cpu().numpy()
-        for seq, begin, end in spans:
-            assert seq.prompt_logprobs is not None
-            seq.prompt_logprobs[begin:end] = values[: end - begin]
-            values = values[end - begin :]
+    def _scored(self, seq: Sequence) -> Ended:
+        """A sequence that has nothing to generate, with its last token computed."""
+        assert seq.prompt.score is not None
+        if seq.keeps_hidden:
+            is_finite = all(bool(torch.isfinite(part).all()) for part in seq.hidden)
+        else:
+            assert seq.scores is not None
+            is_finite = bool(np.isfinite(seq.scores.logprobs[seq.prompt.score.positions()]).all())
+        if is_finite:
+            return Ended(seq, FinishReason.SCORED, None)
+        return Ended(seq, FinishReason.ERROR, _non_finite(seq))
 
     def _sample(self, hidden: Tensor, seqs: list[Sequence]) -> list[Ended]:
         """Draw the next token of each sequence from its hidden state; those that end with it."""
@@ -267,13 +234,21 @@ class WindowRun:
                 num_cached_tokens=seq.num_prompt if place else max(seq.num_reused, 0),
                 error=error,
             )
-            if error is None:
+            if error is None and seq.prompt.score is not None:
+                completion.text = None
+                if seq.keeps_hidden:
+                    completion.hidden = torch.cat(seq.hidden)
+                else:
+                    assert seq.scores is not None
+                    completion.scores = seq.scores[seq.prompt.score.positions()]
+            elif error is None:
                 completion.token_ids = seq.tokens[seq.num_prompt : seq.num_tokens].tolist()
                 if params.logprobs is not None:
                     completion.logprobs = list(seq.logprobs)
                     completion.top_logprobs = list(seq.top_logprobs) if params.logprobs else None
-                if params.prompt_logprobs and seq.prompt_logprobs is not None:
-                    completion.prompt_logprobs = [None, *seq.prompt_logprobs[1:].tolist()]
+                if params.prompt_logprobs:
+                    scores = [] if seq.scores is None else seq.scores.logprobs[1 : seq.num_prompt].tolist()
+                    completion.prompt_logprobs = [None, *scores]
             yield completion
 
     def _count(self, step: Step) -> None:
@@ -292,7 +267,10 @@ class WindowRun:
 
 
 def _non_finite(seq: Sequence) -> RowError:
-    place = f"output token {seq.num_output}" if seq.num_output else "the first output token"
+    if seq.prompt.score is not None:
+        place = "a scored token"
+    else:
+        place = f"output token {seq.num_output}" if seq.num_output else "the first output token"
     return RowError(
         ErrorCode.NON_FINITE_LOGITS,
         f"the model gave NaN or infinite logits for {place}: check the weights, or try --dtype float32",

@@ -176,13 +176,16 @@ class Engine:
 
     def _refuse_unfit(self, prompt: Prompt, most_blocks: int) -> Prompt:
         """A row that would not fit even if it ran alone gets its error before anything runs."""
-        num_tokens = min(len(prompt.token_ids) + prompt.params.max_tokens, self.max_model_len) - 1
+        max_tokens = 0 if prompt.score else prompt.params.max_tokens
+        num_tokens = min(len(prompt.token_ids) + max_tokens, self.max_model_len) - (prompt.score is None)
         needed = -(-num_tokens // self.config.block_size)
-        is_too_long = len(prompt.token_ids) >= self.max_model_len  # which the planner refuses
+        is_too_long = len(prompt.token_ids) >= self.max_model_len + (
+            prompt.score is not None
+        )  # which the planner refuses
         if prompt.error is not None or is_too_long or needed <= most_blocks:
             return prompt
         message = (
-            f"{len(prompt.token_ids)} prompt tokens and max_tokens {prompt.params.max_tokens} need {needed} KV "
+            f"{len(prompt.token_ids)} prompt tokens and max_tokens {max_tokens} need {needed} KV "
             f"blocks of {self.config.block_size} tokens, the pool has {most_blocks}: raise --kv-memory to "
             f"{needed * self._bytes_per_block():,} bytes or lower max_tokens"
         )

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from batchinfer.engine.detokenizer import OutputText
-from batchinfer.types import Prompt, SamplingParams, TokenIds
+from batchinfer.types import Prompt, SamplingParams, TokenIds, TokenScores
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +27,7 @@ class Sequence:
     path: tuple[int, ...]  # tree nodes above the row that other sequences need too, from the root down
     text: OutputText
     stream_key: int
-    max_tokens: int  # params.max_tokens cut to what max_model_len leaves
+    max_tokens: int  # params.max_tokens cut to what max_model_len leaves; 0 for a row that only scores
     #: (row_index, sample_index) of exact duplicates that take this sequence's result too.
     duplicates: list[tuple[int, int]] = field(default_factory=list)
 
@@ -44,7 +45,9 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     stop_reason: str | int | None = None
-    prompt_logprobs: npt.NDArray[np.float32] | None = None  # [num_prompt], where this or a node wants them
+    wanted: npt.NDArray[np.bool_] | None = None  # [num_prompt + 1] tokens to score, here or for a node; None: none
+    scores: TokenScores | None = None  # [num_prompt + 1], filled where wanted
+    hidden: list[Tensor] = field(default_factory=list)  # of the scored tokens, see ScoreRequest.keeps_hidden
     penalties: Penalties | None = None
 
     def __post_init__(self) -> None:
@@ -57,12 +60,36 @@ class Sequence:
         return self.prompt.params
 
     @property
+    def scored_spans(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of positions whose tokens this row wants scored."""
+        score = self.prompt.score
+        if score is not None:
+            return score.spans
+        return ((1, self.num_prompt),) if self.params.prompt_logprobs and self.num_prompt > 1 else ()
+
+    @property
+    def keeps_hidden(self) -> bool:
+        return self.prompt.score is not None and self.prompt.score.keeps_hidden
+
+    def token_at(self, positions: npt.NDArray[np.int64]) -> TokenIds:
+        """Tokens of the prompt and, at num_prompt, the one that is scored behind it."""
+        ids = self.prompt.token_ids[np.minimum(positions, self.num_prompt - 1)]
+        if self.prompt.score is not None:
+            ids[positions == self.num_prompt] = self.prompt.score.next_id
+        return ids
+
+    @property
     def num_prompt(self) -> int:
         return len(self.prompt.token_ids)
 
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    @property
+    def has_all_scores(self) -> bool:
+        """It only scores, and its last token has been computed."""
+        return self.prompt.score is not None and self.num_computed == self.num_prompt
 
     @property
     def is_plain(self) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from batchinfer.engine.blocks import BlockPool
 from batchinfer.engine.sequence import Sequence
+from batchinfer.types import TokenScores
 
 
 @dataclass(slots=True)
@@ -37,12 +38,13 @@ class SharedNode:
     end: int
     depth: int
     uses: npt.NDArray[np.int32]  # places in the order of execution of the sequences below, ascending
-    wants_logprobs: bool  # some sequence below asks for prompt logprobs
+    scored: npt.NDArray[np.bool_] | None  # [end - start] tokens that a sequence below wants scored; None: none
+    keeps_hidden: bool  # a sequence below wants the token at `end` scored, whichever it has there
     num_pending: int  # sequences below that wait for admission
     computing: Sequence | None = None
     blocks: list[int] | None = None  # of positions [start, end), see above; None: not computed
     waiters: list[Sequence] = field(default_factory=list)
-    logprobs: npt.NDArray[np.float32] | None = None  # [end - start]
+    scores: TokenScores | None = None  # [end - start], filled where `scored`
     last_hidden: Tensor | None = None  # [hidden_size], of position end - 1
 
     def next_use(self, now: int) -> int:
@@ -59,7 +61,7 @@ class Span:
     start: int
     end: int
     blocks: list[int]
-    logprobs: npt.NDArray[np.float32] | None
+    scores: TokenScores | None
     last_hidden: Tensor | None
 
 
@@ -92,7 +94,7 @@ class TreeCache:
                 if node.computing is not None:
                     return Match(0, [], node)
                 break
-            found.append(Span(index, node.start, node.end, node.blocks, node.logprobs, node.last_hidden))
+            found.append(Span(index, node.start, node.end, node.blocks, node.scores, node.last_hidden))
         # The last token is always computed: its hidden state is what the next token is drawn from.
         end = found[-1].end if found else 0
         return Match(min(end, seq.num_tokens - 1), found, None)
@@ -143,9 +145,9 @@ class TreeCache:
                 node.blocks = seq.blocks[node.start // self.block_size : -(-node.end // self.block_size)]
                 self.pool.share(node.blocks)
                 self.computed.add(index)
-                if node.wants_logprobs:
-                    assert seq.prompt_logprobs is not None
-                    node.logprobs = seq.prompt_logprobs[node.start : node.end].copy()
+                if node.scored is not None:
+                    assert seq.scores is not None
+                    node.scores = seq.scores[node.start : node.end].copy()
             else:
                 node.last_hidden = None
             released += self._release_waiters(node)
@@ -206,7 +208,7 @@ class TreeCache:
     def _drop(self, node: SharedNode) -> None:
         assert node.blocks is not None
         self.pool.release(node.blocks)
-        node.blocks = node.logprobs = node.last_hidden = None
+        node.blocks = node.scores = node.last_hidden = None
         self.computed.discard(node.index)
 
     def held(self) -> list[list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.config import Policy
 from batchinfer.engine.detokenizer import OutputText
@@ -15,7 +16,7 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.tree_cache import SharedNode
 from batchinfer.planner.order import execution_order
 from batchinfer.planner.prefix_tree import PrefixTree, build_prefix_tree
-from batchinfer.types import Completion, ErrorCode, Prompt, RowError, SamplingParams, failed
+from batchinfer.types import Completion, ErrorCode, Prompt, RowError, SamplingParams, ScoreRequest, failed
 
 
 @dataclass(slots=True)
@@ -64,6 +65,12 @@ class WindowPlanner:
         num_tokens = len(prompt.token_ids)
         if num_tokens == 0:
             return RowError(ErrorCode.PROMPT_EMPTY, "the prompt has no token")
+        if prompt.score is not None:
+            _check_score(prompt, prompt.score)
+            if num_tokens <= self.max_model_len:
+                return None
+            message = f"{num_tokens} tokens to score, max_model_len is {self.max_model_len}: score it in windows"
+            return RowError(ErrorCode.PROMPT_TOO_LONG, message)
         if num_tokens >= self.max_model_len:
             message = (
                 f"the prompt has {num_tokens} tokens, max_model_len is {self.max_model_len} and leaves no room "
@@ -82,23 +89,24 @@ class WindowPlanner:
         out.num_prompt_tokens = sum(seq.num_prompt for seq in out.sequences)
 
     def _plan_shared(self, rows: list[Prompt], out: WindowPlan) -> None:
-        tree = build_prefix_tree([prompt.token_ids for prompt in rows])
-        order = execution_order(tree, self.policy, [prompt.priority for prompt in rows])
+        tree, order = self._tree(rows)
         kept, duplicates = self._collapse(rows, tree, order)
         paths = _SharedPaths(tree, kept)
         uses: dict[int, list[int]] = {}
-        wants: set[int] = set()
+        scored = _ScoredTokens(tree)
         for row in order:
             prompt = rows[row]
             path = paths.of(int(tree.node_of_row[row]))
+            if prompt.score is not None and prompt.score.keeps_hidden:
+                path = tuple(node for node in path if tree.end[node] < prompt.score.spans[0][0])
             for sample in range(kept[row]):
                 seq = self._sequence(prompt, sample, len(out.sequences), path)
                 seq.duplicates = duplicates.get((int(row), sample), [])
                 for node in path:
                     uses.setdefault(node, []).append(seq.order)
-                if prompt.params.prompt_logprobs:
-                    wants.update(path)
                 out.sequences.append(seq)
+            if kept[row]:
+                scored.add(path, out.sequences[-1].scored_spans)
         out.nodes = [
             SharedNode(
                 index=node,
@@ -107,7 +115,8 @@ class WindowPlanner:
                 end=int(tree.end[node]),
                 depth=paths.depth(node),
                 uses=np.array(orders, dtype=np.int32),
-                wants_logprobs=node in wants,
+                scored=scored.masks.get(node),
+                keeps_hidden=node in scored.borders,
                 num_pending=len(orders),
             )
             for node, orders in uses.items()
@@ -117,6 +126,21 @@ class WindowPlanner:
         num_again = int(np.maximum(kept - 1, 0).sum())
         out.num_shareable_tokens = out.num_prompt_tokens - tree.num_unique_tokens - num_again
 
+    def _tree(self, rows: list[Prompt]) -> tuple[PrefixTree, npt.NDArray[np.int32]]:
+        """The tree of the rows' tokens, and the rows in their order of execution.
+
+        Rows that keep hidden states share nothing from the first of them on: the tree gets a node there.
+        """
+        cuts = [
+            prompt.token_ids[: prompt.score.spans[0][0] - 1]
+            for prompt in rows
+            if prompt.score is not None and prompt.score.keeps_hidden
+        ]
+        tree = build_prefix_tree([prompt.token_ids for prompt in rows] + cuts)
+        priorities = [prompt.priority for prompt in rows] + [0.0] * len(cuts)
+        order = execution_order(tree, self.policy, priorities)
+        return tree, order[order < len(rows)] if cuts else order
+
     def _collapse(
         self, rows: list[Prompt], tree: PrefixTree, order: np.ndarray
     ) -> tuple[np.ndarray, dict[tuple[int, int], list[tuple[int, int]]]]:
@@ -124,14 +148,15 @@ class WindowPlanner:
 
         Equal tokens, parameters and random stream give equal output; greedy rows have no stream.
         """
-        kept = np.zeros(len(rows), dtype=np.int64)
-        first: dict[tuple[int, SamplingParams, int | None], int] = {}
+        kept = np.zeros(tree.num_rows, dtype=np.int64)
+        first: dict[tuple[int, SamplingParams, ScoreRequest | None, int | None], int] = {}
         duplicates: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for row in map(int, order):
             prompt = rows[row]
             num_samples, stream = prompt.params.n, stream_of(prompt)
             greedy = stream is None
-            owner = first.setdefault((int(tree.node_of_row[row]), prompt.params, stream), row)
+            key = (int(tree.node_of_row[row]), prompt.params, prompt.score, stream)
+            owner = first.setdefault(key, row)
             kept[row] = 0 if owner != row else 1 if greedy else num_samples
             for sample in range(num_samples):
                 to = (owner, 0 if greedy else sample)
@@ -148,7 +173,7 @@ class WindowPlanner:
             path=path,
             text=OutputText(self.tokenizer, params.stop, params.include_stop),
             stream_key=stream_key(params.seed, prompt.key, sample),
-            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
+            max_tokens=0 if prompt.score else min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
         )
 
 
@@ -158,6 +183,32 @@ def stream_of(prompt: Prompt) -> int | None:
     Prompts of equal tokens, parameters and stream have equal samples.
     """
     return None if prompt.params.temperature == 0 else prompt.key
+
+
+def _check_score(prompt: Prompt, score: ScoreRequest) -> None:
+    if score.spans[-1][1] > len(prompt.token_ids) + 1:
+        raise ValueError(f"row {prompt.row_index}: {score.spans=} for {len(prompt.token_ids)} tokens and the next one")
+    if prompt.params.n != 1:
+        raise ValueError(f"row {prompt.row_index} only scores, its n must be 1, got {prompt.params.n}")
+
+
+class _ScoredTokens:
+    """Which tokens of each node some row below wants scored."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self.masks: dict[int, npt.NDArray[np.bool_]] = {}  # [end - start] of a node
+        self.borders: set[int] = set()  # nodes whose last hidden state somebody's next token is scored from
+
+    def add(self, path: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> None:
+        for node in path if spans else ():
+            start, end = int(self._tree.start[node]), int(self._tree.end[node])
+            for begin, stop in spans:
+                if begin < end and stop > start:
+                    mask = self.masks.setdefault(node, np.zeros(end - start, dtype=np.bool_))
+                    mask[max(begin - start, 0) : stop - start] = True
+                if begin <= end < stop:
+                    self.borders.add(node)
 
 
 class _SharedPaths:

@@ -10,7 +10,7 @@ from batchinfer.engine.blocks import BlockPool
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.tree_cache import SharedNode, TreeCache
 from batchinfer.engine.window import WindowPlanner
-from batchinfer.types import Prompt, SamplingParams
+from batchinfer.types import Prompt, SamplingParams, TokenScores
 
 BLOCK = 4
 STEM = [1, 2, 3, 4, 5, 6]
@@ -195,15 +195,16 @@ def test_a_child_computed_under_an_evicted_parent_is_not_published() -> None:
 def test_a_node_keeps_prompt_logprobs_while_somebody_wants_them() -> None:
     cache = Cache([[*STEM, 7], [*STEM, 8]], prompt_logprobs=True)
     cache.admit(0)
-    cache.seqs[0].prompt_logprobs = np.arange(7, dtype=np.float32)
+    scores = cache.seqs[0].scores = TokenScores.empty(8)
+    scores.logprobs[:] = np.arange(8)
     cache.compute(0)
     (span,) = cache.cache.match(cache.seqs[1]).spans
-    assert span.logprobs is not None
-    assert span.logprobs.tolist() == [0, 1, 2, 3, 4, 5]
+    assert span.scores is not None
+    assert span.scores.logprobs.tolist() == [0, 1, 2, 3, 4, 5]
     cache.stop(0)
     cache.admit(1)
-    assert cache.node(*STEM).logprobs is None
-    assert span.logprobs is not None, "the row still has what it matched"
+    assert cache.node(*STEM).scores is None
+    assert span.scores is not None, "the row still has what it matched"
 
 
 def test_check_integrity_sees_a_node_kept_for_nobody() -> None:
