@@ -1,19 +1,10 @@
-"""Prints a measurement: a drawn table on a terminal, plain text elsewhere."""
+"""A measurement as text: a drawn table for terminals, a plain one for elsewhere."""
 
 from __future__ import annotations
 
-from typing import TextIO
+import io
 
 from batchinfer.bench.report import BenchReport
-from batchinfer.cli.report import print_data
-
-
-def print_report(report: BenchReport, stream: TextIO) -> None:
-    """On `stream`, which is standard output."""
-    if stream.isatty():
-        _print_drawn(report, stream)
-    else:
-        print_data(to_text(report))
 
 
 def to_text(report: BenchReport) -> str:
@@ -32,7 +23,8 @@ def _aligned(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def _print_drawn(report: BenchReport, stream: TextIO) -> None:
+def to_drawn_text(report: BenchReport) -> str:
+    """As wide as the terminal, with its codes for bold."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -48,5 +40,7 @@ def _print_drawn(report: BenchReport, stream: TextIO) -> None:
     facts = Table.grid(padding=(0, 2))
     for label, text in report.facts():
         facts.add_row(Text(label, style="bold"), Text(text))
-    console = Console(file=stream)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True)
     console.print(Text(report.headline(), style="bold"), table, facts, sep="\n")
+    return out.getvalue()

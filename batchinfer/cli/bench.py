@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.bench.job import run_bench
-from batchinfer.bench.show import print_report
+from batchinfer.bench.show import to_drawn_text, to_text
 from batchinfer.bench.startup import process_age_s
 from batchinfer.cli import options as o
 from batchinfer.cli.report import given, print_data
@@ -79,6 +79,6 @@ def bench(
         finally:
             progress.close()
     if not json:
-        print_report(report, sys.stdout)
+        print_data(to_drawn_text(report) if sys.stdout.isatty() else to_text(report))
     print_data(jsonlib.dumps(report.to_dict(), allow_nan=False, ensure_ascii=False))
     return 0
