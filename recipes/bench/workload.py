@@ -5,9 +5,9 @@
     python recipes/bench/workload.py bbh_cot.parquet long.parquet --rows 20 --shared-tokens 6000
 
 SOURCE has a column `prompt` (text) or `messages` (chats), and may have one that names the rows. Rows are taken at
-even distances over the whole file. With --shared-tokens all prompts begin with one text of about that many
-tokens, made of whole prompts of SOURCE (its few-shot examples with their solutions), and go on with a prompt's last
-paragraph, its question. Prints how many tokens there are and how many are unique.
+even distances over the whole file. With --shared-tokens all prompts begin with one text of that many tokens, made of
+prompts of SOURCE one after the other (few-shot examples with their solutions), and go on with the last paragraph of
+their own row, its question. Prints how many tokens there are and how many are unique.
 """
 
 from __future__ import annotations
@@ -90,18 +90,14 @@ def evenly(total: int, count: int) -> list[int]:
 
 
 def shared_text(texts: Sequence[str], tokenizer: Tokenizer, num_tokens: int) -> str:
-    """Prompts of the source, far from each other, one after the other: as many as fit, the last one cut."""
-    parts: list[str] = []
-    # Texts are cut at paragraphs, so that what is shared stays readable.
-    for row in evenly(len(texts), min(len(texts), 1 + num_tokens)):
-        for paragraph in texts[row].split(_BREAK):
-            grown = _BREAK.join([*parts, paragraph])
-            if len(tokenizer.encode_batch([grown])[0]) > num_tokens:
-                if not parts:
-                    raise SystemExit(f"--shared-tokens {num_tokens}: the first paragraph is longer")
-                return _BREAK.join(parts)
-            parts.append(paragraph)
-    raise SystemExit(f"all prompts together have fewer than --shared-tokens {num_tokens} tokens")
+    """Prompts of the source, far from each other, one after the other, cut after `num_tokens`."""
+    joined = ""
+    for row in evenly(len(texts), min(len(texts), num_tokens)):
+        joined += (_BREAK if joined else "") + texts[row]
+        ids = tokenizer.encode_batch([joined])[0]
+        if len(ids) >= num_tokens:
+            return tokenizer.decode(ids[:num_tokens].tolist())
+    raise SystemExit(f"the prompts together have fewer than --shared-tokens {num_tokens} tokens")
 
 
 def question(text: str) -> str:
