@@ -103,7 +103,13 @@ class Estimates:
 
 
 def estimate(
-    scores: MetricScores, rows: ValidRows, seed: int, *, are_outputs_same: bool = False, confidence: float = 0.95
+    scores: MetricScores,
+    rows: ValidRows,
+    seed: int,
+    *,
+    are_outputs_same: bool = False,
+    confidence: float = 0.95,
+    num_resamples: int | None = None,
 ) -> Estimates:
     """Means and their intervals. `are_outputs_same`: every output is the same text before and after."""
     spec = scores.spec
@@ -112,7 +118,13 @@ def estimate(
         return Estimates(
             none if scores.is_paired else None, none if scores.is_paired else None, none, None, len(rows.index), 0
         )
-    intervals = bca_intervals(rows.sums(), _means(spec, scores.is_paired), _rng(seed, spec.name), confidence=confidence)
+    intervals = bca_intervals(
+        rows.sums(),
+        _means(spec, scores.is_paired),
+        _rng(seed, spec.name),
+        confidence=confidence,
+        num_resamples=num_resamples,
+    )
     is_plain = spec.kind == "binary" and scores.is_paired and rows.are_independent and not rows.are_weighted
     if is_plain and spec.summary == "mean" and len(rows.index) > 1:
         intervals = _with_few_events(intervals, rows, confidence, are_outputs_same)
@@ -164,10 +176,16 @@ def measure(
 
 
 def judge(results: Sequence[MetricResult], floors: dict[str, NoiseFloor] | None = None) -> list[MetricResult]:
-    """Holm over the tested metrics, then each one's verdict against its noise floor."""
+    """Holm over the tested metrics, then each one's verdict against its noise floor.
+
+    A metric of which no row differs cannot come out significant, and does not count among the tests (Tarone
+    1990, A modified Bonferroni method for discrete data).
+    """
     floors = floors or {}
-    tested = [i for i, result in enumerate(results) if result.tests and result.tests[0].p_value is not None]
-    adjusted = dict(zip(tested, holm([results[i].tests[0].p_value or 0.0 for i in tested]), strict=True))
+    p_values = {i: p for i, result in enumerate(results) if (p := _p_value(result)) is not None}
+    can_differ = [i for i in p_values if results[i].wins + results[i].losses]
+    adjusted = dict.fromkeys(p_values, 1.0)
+    adjusted.update(zip(can_differ, holm([p_values[i] for i in can_differ]), strict=True))
     judged = []
     for i, result in enumerate(results):
         floor = floors.get(result.name)
@@ -178,6 +196,10 @@ def judge(results: Sequence[MetricResult], floors: dict[str, NoiseFloor] | None 
         both = "; ".join(filter(None, [reason, result.reason]))
         judged.append(replace(result, noise_floor=floor, verdict=verdict, reason=both or None))
     return judged
+
+
+def _p_value(result: MetricResult) -> float | None:
+    return result.tests[0].p_value if result.tests else None
 
 
 def noise_floor(result: MetricResult) -> NoiseFloor:

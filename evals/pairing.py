@@ -42,6 +42,8 @@ def pair_rows(
             their prompt, as all are without it.
     Raises InputError for a column that is missing or of the wrong type, or rows that nothing identifies.
     """
+    from batchinfer.dataset.columns import PARAMS_NAME
+
     keys = row_keys(before, after)
     place_after = {key: row for row, key in enumerate(zip(keys.after, sample_indices(after), strict=True))}
     first_place: dict[Hashable, int] = {}
@@ -74,18 +76,24 @@ def pair_rows(
         paired_by=keys.made_of,
         num_unpaired_before=before.table.num_rows - len(pairs),
         num_unpaired_after=after.table.num_rows - len(pairs),
-        num_prompts_differ=_count_different_prompts(before, after, rows_before, rows_after),
+        num_prompts_differ=_count_different(
+            before, after, (before.prompt_column, after.prompt_column), rows_before, rows_after
+        ),
+        num_row_params_differ=_count_different(before, after, (PARAMS_NAME, PARAMS_NAME), rows_before, rows_after),
         notes=(*keys.notes, *reference_notes),
     )
 
 
-def _count_different_prompts(before: RunOutput, after: RunOutput, rows_before: Rows, rows_after: Rows) -> int | None:
-    """None where prompts are not known."""
-    if before.prompt_column is None or after.prompt_column is None:
+def _count_different(
+    before: RunOutput, after: RunOutput, columns: tuple[str | None, str | None], rows_before: Rows, rows_after: Rows
+) -> int | None:
+    """Pairs whose cells differ; None unless both files have the column."""
+    mine, theirs = columns
+    if mine not in before.input_columns or theirs not in after.input_columns:
         return None
-    mine = cell_keys(before.table.column(before.prompt_column).take(rows_before))
-    theirs = cell_keys(after.table.column(after.prompt_column).take(rows_after))
-    return sum(a != b for a, b in zip(mine, theirs, strict=True))
+    cells_before = cell_keys(before.table.column(mine).take(rows_before))
+    cells_after = cell_keys(after.table.column(theirs).take(rows_after))
+    return sum(a != b for a, b in zip(cells_before, cells_after, strict=True))
 
 
 def _ids(run: RunOutput, rows: Rows) -> list[Any]:

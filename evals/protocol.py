@@ -2,7 +2,7 @@
 
 An evaluator measures; it never compares. It gives each row a number before and a number after, or
 a number between the two, or null with a reason. Means, intervals, tests and verdicts are made from
-these figures in one place for all evaluators (compare.py), so a user's own evaluator gets the same
+these figures in one place for all evaluators (aggregate.py), so a user's own evaluator gets the same
 statistics as the built-in ones.
 
     class WordCount:
@@ -106,10 +106,15 @@ class MetricScores:
     def is_paired(self) -> bool:
         return self.between is None
 
+    @property
+    def sides(self) -> tuple[RowValues, RowValues]:
+        """(before, after); only of paired figures."""
+        assert self.before is not None
+        assert self.after is not None
+        return self.before, self.after
+
     def __len__(self) -> int:
-        values = self.between if self.before is None else self.before
-        assert values is not None
-        return len(values)
+        return len(self.sides[0] if self.between is None else self.between)
 
     @classmethod
     def of_texts(cls, spec: MetricSpec, pairs: PairedRows, figure: Callable[[str], float | None]) -> MetricScores:

@@ -17,7 +17,13 @@ from batchinfer.errors import InputError
 from batchinfer.evals.protocol import ENTRY_POINT_GROUP, EvalOptions, Evaluator, EvaluatorFactory
 
 #: name -> module:attribute, in the order in which reports show them. Imported only when made.
-BUILTIN: dict[str, str] = {}
+BUILTIN: dict[str, str] = {
+    "accuracy": "batchinfer.evals.metrics.accuracy:Accuracy",
+    "semantic": "batchinfer.evals.metrics.semantic:Semantic",
+    "diversity": "batchinfer.evals.metrics.diversity:Diversity",
+    "length": "batchinfer.evals.metrics.length:Length",
+    "win_rate": "batchinfer.evals.metrics.win_rate:WinRate",
+}
 
 
 def evaluator_names() -> list[str]:

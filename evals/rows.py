@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class PairedRows:
         paired_by: "column 'id'", "prompt", ..., for people.
         num_unpaired_before, num_unpaired_after: rows that the other side lacks.
         num_prompts_differ: pairs whose two prompts are not the same; None where prompts are unknown.
+        num_row_params_differ: the same of the rows' own sampling parameters.
         notes: on how rows were paired, such as ids that occur twice. Shown with the warnings.
     """
 
@@ -80,6 +82,7 @@ class PairedRows:
     num_unpaired_before: int = 0
     num_unpaired_after: int = 0
     num_prompts_differ: int | None = None
+    num_row_params_differ: int | None = None
     notes: Sequence[str] = ()
 
     def __len__(self) -> int:
@@ -110,6 +113,12 @@ class PairedRows:
     def first_pair_of_prompt(self) -> npt.NDArray[np.int64]:
         """[num_prompts] index of each prompt's first pair."""
         return np.unique(self.prompt_index, return_index=True)[1]
+
+    @property
+    def prompt_ranges(self) -> list[range]:
+        """The pairs of each prompt."""
+        borders = [*self.first_pair_of_prompt.tolist(), len(self)]
+        return [range(start, stop) for start, stop in pairwise(borders)]
 
     @property
     def cluster_of_prompt(self) -> npt.NDArray[np.int64]:
