@@ -81,10 +81,10 @@ def _read_rate(kernels: str, num_bytes: int, device: torch.device) -> float:
     data = zeroed_pages((num_bytes // 4,), torch.float32, device).fill_(1.0)  # huge pages, as the KV pool has
     parts = [data[: int(len(data) * share)] for share in _READ_SHARES]
     rates = [part.nbytes / _best_s(part.sum, device) for part in parts]
-    if kernels != TORCH:
+    outputs, inputs = data.nbytes // (2 * 16 * 2048) * 16, 2048
+    if kernels != TORCH and outputs:
         # A product of one row reads the weight and does little else.
-        inputs = 2048
-        weight = data.view(torch.bfloat16)[: data.nbytes // 2 // (16 * inputs) * (16 * inputs)].view(-1, inputs)
+        weight = data.view(torch.bfloat16)[: outputs * inputs].view(outputs, inputs)
         x = torch.ones((1, inputs), dtype=torch.bfloat16)
         rates.append(weight.nbytes / _best_s(_kernels_product(kernels, x, weight, is_packed=True), device))
     return max(rates)

@@ -120,7 +120,7 @@ class BenchReport:
         failed = f" · failed: {counts['num_rows_failed']:,}" if counts["num_rows_failed"] else ""
         sharing, machine = self.sharing, self.machine
         return [
-            ("machine", f"{machine['name']} · {machine['threads']} threads · kernels: {self.engine['kernels']}"),
+            ("machine", f"{machine['name']} · threads: {machine['threads']} · kernels: {self.engine['kernels']}"),
             ("reaches", f"{floor.flops_per_s / 1e12:.3f} TFLOP/s · {floor.bytes_per_s / 1e9:.1f} GB/s"),
             (
                 "tokens",
