@@ -53,7 +53,6 @@ def compare(
     before_model: str | None = None,
     after_model: str | None = None,
     engine: EngineConfig | None = None,
-    limit: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
     check_interrupt: Callable[[], None] = lambda: None,
 ) -> ComparisonResult:
@@ -70,18 +69,20 @@ def compare(
         gates: "METRIC>=NUMBER" or "METRIC<=NUMBER", on the difference's interval.
         options: of the evaluators; its seed is that of everything random here.
         before_model, after_model, engine: for evaluators that run the models.
-        limit: only the first rows of each file.
     Raises InputError for what is the user's to fix, before anything is measured where that can be known. No
     pairs at all are no error: the result has none, and no metric.
     """
     options = options or EvalOptions()
     evaluators = choose_evaluators(metrics, options)
     wanted_gates = parse_gates(gates, [name for one in evaluators for name in one.metric_names])
-    files = [
-        load_run_output(source, name=name, output_column=output_column, id_column=id_column, limit=limit)
-        for source, name in ((before, "before"), (after, "after"))
-    ]
-    pairing = check_compatibility(pair_rows(*files, reference_column=reference_column, cluster_column=cluster_column))
+    named = {"before": before, "after": after} | ({} if noise_run is None else {"noise run": noise_run})
+    runs = {
+        name: load_run_output(source, name=name, output_column=output_column, id_column=id_column)
+        for name, source in named.items()
+    }
+    columns = {"reference_column": reference_column, "cluster_column": cluster_column}
+    pairing = check_compatibility(pair_rows(runs["before"], runs["after"], **columns))
+    noise = None if noise_run is None else _pair_noise(runs["before"], runs["noise run"], **columns)
     pairs = pairing.pairs
     check_slice_columns(pairs, slice_by)
     context = EvalContext(
@@ -94,10 +95,9 @@ def compare(
     )
     found = _score(evaluators, pairing, context, must_run=metrics is not None)
     floors: dict[str, NoiseFloor] = {}
-    if noise_run is not None and len(pairs):
-        progress("noise floor")
-        noise = load_run_output(noise_run, name="noise run", output_column=output_column, id_column=id_column)
-        floors = _noise_floors(files[0], noise, evaluators, replace(context, after_model=before_model), pairs)
+    if noise is not None:
+        progress("measuring the noise floor")
+        floors = _noise_floors(noise, evaluators, replace(context, after_model=before_model))
     results = judge(found.measured(pairs, options.seed), floors)
     slices, slice_notices = slice_metrics(found.metrics, pairs, slice_by, options.seed)
     examples = {one.spec.name: worst_and_best(one, pairs) for one in found.metrics if not one.spec.is_derived}
@@ -106,7 +106,7 @@ def compare(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         before=pairs.before.run,
         after=pairs.after.run,
-        pairing=_pairing(files[0], files[1], pairs),
+        pairing=_pairing(runs["before"], runs["after"], pairs),
         refusals=pairing.refusals,
         warnings=(*pairing.warnings, *found.warnings, *slice_notices),
         metrics=tuple(results),
@@ -198,18 +198,20 @@ def _check(scores: MetricScores, evaluator: str, pairs: PairedRows, taken: dict[
         )
 
 
-def _noise_floors(
-    before: RunOutput, noise: RunOutput, evaluators: Sequence[Evaluator], context: EvalContext, pairs: PairedRows
-) -> dict[str, NoiseFloor]:
-    """By metric: what the same evaluators find between two runs of the same model."""
-    pairing = check_compatibility(
-        pair_rows(before, noise, reference_column=pairs.reference_column, cluster_column=pairs.cluster_column)
-    )
-    if not len(pairing.pairs):
-        raise InputError(f"{noise.identity.path} and {before.identity.path} have no row in common: no noise floor")
+def _pair_noise(before: RunOutput, noise: RunOutput, **columns: str | None) -> Compatibility:
     digests = before.identity.digests, noise.identity.digests
     if all(digests) and digests[0].get("model") != digests[1].get("model"):
         raise InputError(f"{noise.identity.path} is a run of another model than {before.identity.path}: no noise floor")
+    pairing = check_compatibility(pair_rows(before, noise, **columns))
+    if not len(pairing.pairs):
+        raise InputError(f"{noise.identity.path} and {before.identity.path} have no row in common: no noise floor")
+    return pairing
+
+
+def _noise_floors(
+    pairing: Compatibility, evaluators: Sequence[Evaluator], context: EvalContext
+) -> dict[str, NoiseFloor]:
+    """By metric: what the same evaluators find between two runs of the same model."""
     found = _score(evaluators, pairing, context, must_run=False)
     return {result.name: noise_floor(result) for result in found.measured(pairing.pairs, context.options.seed)}
 

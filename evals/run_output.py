@@ -63,7 +63,6 @@ def load_run_output(
     name: str = "table",
     output_column: str | None = None,
     id_column: str | None = None,
-    limit: int | None = None,
 ) -> RunOutput:
     """Read the outputs of a run: a file that `batchinfer run` wrote, or any table with a column of texts.
 
@@ -72,16 +71,15 @@ def load_run_output(
         name: of a table in memory, for reports.
         output_column: the texts; None: the column that the file calls its output, else one named "output".
         id_column: what names rows; None: the run's own, else one named id or custom_id.
-        limit: only the first rows.
     Raises InputError naming the file and the column that is missing or of the wrong type.
     """
     import pyarrow as pa
 
     if isinstance(source, pa.Table):
-        table = source if limit is None else source.slice(0, limit)
+        table = source
     else:
         name = str(source)
-        table = _read(name, limit)
+        table = _read(name)
     metadata = run_metadata(table.schema, name)
     results = _find_results(table.schema, output_column, name)
     inputs = [column for column in table.column_names if column not in results.values()]
@@ -109,13 +107,13 @@ def run_metadata(schema: pa.Schema, name: str) -> dict[str, Any]:
     return metadata
 
 
-def _read(name: str, limit: int | None) -> pa.Table:
+def _read(name: str) -> pa.Table:
     import pyarrow as pa
 
     from batchinfer.dataset.source import WINDOW_ROWS, open_source
 
     try:
-        source = open_source(name, limit=limit)
+        source = open_source(name)
         tables: Iterator[pa.Table] = source.windows(WINDOW_ROWS)
         return pa.concat_tables([source.schema.empty_table(), *tables])
     except OSError as error:

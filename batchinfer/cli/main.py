@@ -1,7 +1,7 @@
 """The `batchinfer` command. Errors become one line on stderr and an exit code.
 
 0 done · 1 nothing succeeded or the job failed · 2 wrong usage or bad input · 3 a row failed under
---strict · 130 SIGINT · 143 SIGTERM
+--strict · 4 eval: no pairs · 5 eval: a gate failed · 130 SIGINT · 143 SIGTERM
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from batchinfer.cli.bench import bench
 from batchinfer.cli.doctor import doctor
+from batchinfer.cli.eval import eval_
 from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
@@ -108,6 +109,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Commands", cls=Command)(run)
+app.command("eval", rich_help_panel="Commands", cls=Command)(eval_)
 app.command(rich_help_panel="Commands", cls=Command)(plan)
 app.command(rich_help_panel="Commands", cls=Command)(bench)
 app.command(rich_help_panel="Commands", cls=Command)(doctor)
