@@ -12,7 +12,7 @@ from batchinfer.progress import ProgressReporter, QuietProgress
 from batchinfer.settings import JobSettings
 
 if TYPE_CHECKING:
-    from batchinfer.evals.protocol import EvalOptions
+    from batchinfer.evals.protocol import EvalOptions, Evaluator
     from batchinfer.evals.result import ComparisonResult
     from batchinfer.job import EngineFactory
     from batchinfer.job_input import ModelResolver
@@ -93,7 +93,7 @@ def run_eval(
     else:
         assert settings.before is not None
         assert settings.after is not None
-        paths = _run_models(settings, progress, engine_factory, resolve, check_interrupt)
+        paths = _run_models(settings, evaluators, progress, engine_factory, resolve, check_interrupt)
         before, after, noise_run = str(paths[0]), str(paths[1]), str(paths[2]) if paths[2] else noise_run
         models = {
             "before_model": settings.before.model,
@@ -136,6 +136,7 @@ def compare_files(
 
 def _run_models(
     settings: EvalSettings,
+    evaluators: Sequence[Evaluator],
     progress: ProgressReporter,
     engine_factory: EngineFactory | None,
     resolve: ModelResolver | None,
@@ -159,6 +160,8 @@ def _run_models(
             *(("--slice-by", name) for name in settings.slice_by),
         ],
     )
+    if settings.metrics is not None:
+        _check_needs(settings, evaluators, runs["before"].rows.schema.names)
     folder = settings.output / "runs"
     folder.mkdir(exist_ok=True)
     paths = {}
@@ -174,6 +177,17 @@ def _run_models(
         )
         paths[role] = kept.path
     return paths["before"], paths["after"], paths.get("noise")
+
+
+def _check_needs(settings: EvalSettings, evaluators: Sequence[Evaluator], columns: Sequence[str]) -> None:
+    """Evaluators that were asked for and will find no reference: better known before the runs than after them."""
+    from batchinfer.evals.pairing import REFERENCE_NAME
+
+    if settings.reference_column is not None or REFERENCE_NAME in columns:
+        return
+    for one in evaluators:
+        if one.needs.reference or (one.needs.texts_or_reference and settings.options.texts is None):
+            raise InputError(f"--metrics {one.name}: it needs right answers: name their column with --reference-column")
 
 
 def noise_job(before: JobSettings) -> JobSettings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import secrets
@@ -39,6 +41,10 @@ def write_comparison(result: ComparisonResult, folder: Path) -> list[Path]:
         _write_whole(folder / REPORT_JSON, lambda path: _write_text(path, text)),
         _write_whole(folder / ROWS_PARQUET, lambda path: pq.write_table(result.rows, path, compression="zstd")),
     ]
+    # The report brings matplotlib, so it is loaded only here.
+    if importlib.util.find_spec("batchinfer.evals.report") is not None:
+        write_html = importlib.import_module("batchinfer.evals.report").write_html
+        written.insert(0, _write_whole(folder / REPORT_HTML, lambda path: write_html(result, path)))
     return written
 
 

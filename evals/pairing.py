@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Rows = npt.NDArray[np.int64]
 
-_REFERENCE_NAME = "reference"
+REFERENCE_NAME = "reference"
 
 
 def pair_rows(
@@ -107,7 +107,7 @@ def _references(
 ) -> tuple[list[str | None] | None, str | None, list[str]]:
     """The reference texts, their column, notes. A row whose two sides have different references has none."""
     is_named = name is not None
-    name = name or _REFERENCE_NAME
+    name = name or REFERENCE_NAME
     if name not in before.input_columns:
         if is_named:
             columns = ", ".join(before.input_columns)
