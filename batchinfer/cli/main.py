@@ -45,6 +45,8 @@ class _Group(TyperGroup):
         # Read when torch is loaded. Threads that spin while they wait for the next kernel take the cores
         # away from those that compute: on a busy machine a step then takes several times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # About 20 us of spinning before a thread sleeps: to be woken costs more than the gap between two kernels.
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
         call_main = super().main
         with warnings.catch_warnings():
             warnings.showwarning = _warning_printer(warnings.showwarning)
