@@ -87,6 +87,25 @@ class Kernels:
         assert untouched(guard)
         return out
 
+    def linear_add(self, x: Tensor, packed: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The residual with the product added."""
+        total, guard = guarded(*residual.shape)
+        total.copy_(residual)
+        x = x.contiguous()
+        self.c.bi_linear_add(x.data_ptr(), packed.data_ptr(), address(bias), total.data_ptr(), *total.shape, x.shape[1])
+        assert untouched(guard)
+        return total
+
+    def gate_up_silu(self, x: Tensor, packed: Tensor, num_outputs: int, bias: Tensor | None = None) -> Tensor:
+        """packed, bias: 16 outputs of the gate, 16 of up, and so on; num_outputs: of both."""
+        x = x.contiguous()
+        out, guard = guarded(len(x), num_outputs // 2)
+        self.c.bi_gate_up_silu(
+            x.data_ptr(), packed.data_ptr(), address(bias), out.data_ptr(), len(x), num_outputs, x.shape[1]
+        )
+        assert untouched(guard)
+        return out
+
     def rms_norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The normed sum and the sum."""
         total = residual.clone()
@@ -164,12 +183,14 @@ class Kernels:
         )
         batch = Batch(num_tokens=tokens, block_size=block_size, slots=slots.data_ptr(), kv_cache=cache.data_ptr())
         q, guard = guarded(tokens, num_heads, dim)
+        is_finite = torch.ones(tokens, dtype=torch.uint8)
         self.c.bi_rope_and_store_kv(
             ctypes.byref(model),
             ctypes.byref(batch),
-            *(address(x) for x in (q_norm, k_norm, qkv, positions, q)),
+            *(address(x) for x in (q_norm, k_norm, qkv, positions, q, is_finite)),
         )
         assert untouched(guard)
+        self.is_finite = is_finite.bool()  # [tokens], of the last call
         return q
 
     def tree_attention(

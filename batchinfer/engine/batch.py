@@ -48,8 +48,8 @@ class PersistentBatch:
             self._free.append(seq.slot)
             seq.slot = -1
 
-    def inputs(self, scheduled: list[tuple[Sequence, int]]) -> StepInputs:
-        """The flat tensors of a step, sequences in the given order."""
+    def inputs(self, scheduled: list[tuple[Sequence, int]], outputs: list[int] | None = None) -> StepInputs:
+        """The flat tensors of a step, sequences in the given order; `outputs` as in StepInputs."""
         for seq, _ in scheduled:
             known, now = self.num_blocks[seq.slot], len(seq.blocks)
             if now > known:
@@ -69,6 +69,7 @@ class PersistentBatch:
             ragged=RaggedBatch(
                 self.block_tables[slots, : int(self.num_blocks[slots].max())], starts, lens, self.block_size
             ),
+            outputs=None if outputs is None else self._put(np.array(outputs, dtype=np.int64)),
         )
 
     def _put(self, array: np.ndarray) -> torch.Tensor:

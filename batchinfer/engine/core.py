@@ -94,7 +94,7 @@ class WindowRun:
     def _step(self) -> list[Ended]:
         step = self.scheduler.schedule()
         self._apply(step)
-        hidden = self.model.forward(self.batch.inputs(step.scheduled), self.kv)
+        hidden = self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step)), self.kv)
         self._note_non_finite(step, hidden)
         self.scorer.score(step, hidden)
         ends: list[int] = []
@@ -117,6 +117,21 @@ class WindowRun:
         if self.check:
             self.scheduler.check_integrity()
         return finished
+
+    def _outputs(self, step: Step) -> list[int] | None:
+        """Tokens of the flat batch whose final hidden states are used; None: all."""
+        if step.num_tokens == len(step.scheduled):  # each sequence's newest one
+            return None
+        outputs: list[int] = []
+        at = 0
+        for seq, num_tokens in step.scheduled:
+            end = seq.num_computed + num_tokens
+            used = self.scorer.used(seq, num_tokens) if seq.num_computed < seq.num_prompt else []
+            if end == seq.num_tokens and used[-1:] != [num_tokens - 1]:
+                used.append(num_tokens - 1)
+            outputs += [at + token for token in used]
+            at += num_tokens
+        return outputs
 
     def _apply(self, step: Step) -> None:
         """Carry the schedule's decisions into batch and KV, before the forward pass."""

@@ -71,6 +71,17 @@ class PromptScorer:
         nodes = (self.cache.nodes[index] for index in seq.path)
         return [node for node in nodes if node.computing is seq]
 
+    def used(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Which of the next tokens [0, num_tokens) `score` needs the final hidden states of, ascending."""
+        begin = seq.num_computed
+        used: set[int] = set()
+        if seq.wanted is not None:
+            used.update(np.flatnonzero(seq.wanted[begin + 1 : begin + 1 + num_tokens]).tolist())
+        for node in self._computing(seq):
+            if node.keeps_hidden and begin < node.end <= begin + num_tokens:
+                used.add(node.end - 1 - begin)
+        return sorted(used)
+
     def score(self, step: Step, hidden: Tensor) -> None:
         """Score the tokens that this step's hidden states [num_tokens, hidden_size] predict."""
         rows, self._borders = self._borders, []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 from collections.abc import Callable
@@ -28,6 +27,7 @@ class StepInputs:
     positions: Tensor  # [num_tokens] int64, device
     slots: Tensor  # [num_tokens] int64, device; where each token's KV goes
     ragged: RaggedBatch  # host
+    outputs: Tensor | None = None  # [num_outputs] int64, device; tokens whose final hidden states are used, ascending
 
 
 class KVPool(Protocol):
@@ -93,12 +93,9 @@ class KVCache:
 def zeroed_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Zeroed pages of the operating system cost nothing until they are touched, where torch.zeros writes
-    # the whole pool; large ones spare most of the address translation of scattered blocks.
+    # Zeroed pages of the operating system cost nothing until they are touched, where torch.zeros writes the
+    # whole pool. Large pages gained nothing (a block's KV of a layer lies together) and touch more memory.
     pages = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
@@ -113,7 +110,11 @@ class LanguageModel(Protocol):
         """An empty pool for `forward`."""
 
     def forward(self, inputs: StepInputs, kv: Any) -> Tensor:
-        """Store the tokens' KV; final hidden states [num_tokens, hidden_size]."""
+        """Store the tokens' KV; final hidden states [num_tokens, hidden_size].
+
+        Rows that are not in `inputs.outputs` (None: all are) may hold any finite values, unless the
+        token's KV is not finite: then neither is its row.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, vocab_size] of hidden [rows, hidden_size], any number of rows."""

@@ -16,6 +16,8 @@ from batchinfer.models.rope import rope_tables
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.models.weights import DecoderWeights
 
+#: What `bi_times` tells, in its order.
+PARTS = ("products", "attention", "head", "rope_and_kv", "norms", "sampling", "planning")
 #: Query heads wider than this do not fit the kernels' buffers.
 MAX_HEAD_DIM = 256
 
@@ -75,6 +77,12 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def interleaved(gate_up: Tensor) -> Tensor:
+    """Gate rows, then up rows -> 16 of the gate, 16 of up, and so on: both are in registers together."""
+    gate, up = gate_up.view(2, -1, 16, *gate_up.shape[1:])
+    return torch.stack((gate, up), dim=1).reshape(gate_up.shape)
+
+
 class CpuDecoder:
     """LanguageModel over `libbatchinfer_<instruction set>.so`. Takes the weights over: they are repacked."""
 
@@ -89,6 +97,9 @@ class CpuDecoder:
         self._head = self._pack(weights.lm_head)
         layers = (Layer * spec.num_layers)()
         for index, layer in enumerate(weights.layers):
+            layer.gate_up = interleaved(layer.gate_up)
+            if layer.gate_up_bias is not None:
+                layer.gate_up_bias = interleaved(layer.gate_up_bias)
             for name in ("qkv", "o", "gate_up", "down"):
                 packed = self._pack(getattr(layer, name))
                 setattr(layer, name, packed)  # the unpacked weight is freed at once
@@ -150,10 +161,20 @@ class CpuDecoder:
         )
 
     def forward(self, inputs: StepInputs, kv: PackedKV) -> Tensor:
-        hidden = torch.empty((len(inputs.token_ids), self.spec.hidden_size), dtype=torch.bfloat16)
+        num_tokens, outputs = len(inputs.token_ids), inputs.outputs
+        hidden = torch.empty((num_tokens, self.spec.hidden_size), dtype=torch.bfloat16)
         batch = self._batch(inputs, kv)
-        self._library.bi_forward(ctypes.byref(self._model), ctypes.byref(batch), hidden.data_ptr())
+        num_outputs = num_tokens if outputs is None else len(outputs)
+        self._library.bi_forward(
+            ctypes.byref(self._model), ctypes.byref(batch), _address(outputs), num_outputs, hidden.data_ptr()
+        )
         return hidden
+
+    def kernel_times(self) -> dict[str, float]:
+        """Seconds that each part took since the last call, in all models of this process."""
+        seconds = (ctypes.c_double * len(PARTS))()
+        self._library.bi_times(seconds)
+        return dict(zip(PARTS, seconds, strict=True))
 
     def head(
         self,

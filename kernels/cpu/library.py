@@ -59,13 +59,16 @@ _MODEL, _BATCH = ctypes.POINTER(Model), ctypes.POINTER(Batch)
 _SIGNATURES: dict[str, list[type]] = {
     "bi_pack": [_P, _P, _I32, _I32],
     "bi_linear": [_P, _P, _P, _P, _I32, _I32, _I32],
+    "bi_linear_add": [_P, _P, _P, _P, _I32, _I32, _I32],
+    "bi_gate_up_silu": [_P, _P, _P, _P, _I32, _I32, _I32],
     "bi_rms_norm": [_P, _P, _P, _F32, _P, _I32, _I32],
     "bi_silu_and_mul": [_P, _P, _I32, _I32],
     "bi_head": [_P, _P, _I32, _I32, _I32, _I32, _P, _P, _P, _P, _P, _P, _P],
     "bi_sample": [_P, _I32, _I32, _P, _P, _P, _P, _P, _P, _I32, _P],
     "bi_tree_attention": [_MODEL, _BATCH, _I32, _P, _P],
-    "bi_rope_and_store_kv": [_MODEL, _BATCH, _P, _P, _P, _P, _P],
-    "bi_forward": [_MODEL, _BATCH, _P],
+    "bi_rope_and_store_kv": [_MODEL, _BATCH, _P, _P, _P, _P, _P, _P],
+    "bi_forward": [_MODEL, _BATCH, _P, _I32, _P],
+    "bi_times": [_P],
 }
 
 

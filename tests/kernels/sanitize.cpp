@@ -39,7 +39,7 @@ std::vector<bf16> packed(const std::vector<bf16>& w, int N, int K) {
 }
 
 void products() {
-  const int shapes[][2] = {{1, 16}, {17, 48}, {100, 80}, {272, 32}};
+  const int shapes[][2] = {{1, 16}, {17, 48}, {100, 80}, {272, 32}, {96, 48}, {160, 16}};
   for (auto [N, K] : shapes) {
     const auto w = packed(random_bf16((size_t)N * K), N, K), x = random_bf16(300 * K), bias = random_bf16(N);
     for (const bf16* b : {(const bf16*)nullptr, bias.data()}) {
@@ -50,6 +50,14 @@ void products() {
         std::vector<bf16> out(M * N);
         bi_linear(part.data(), w.data(), b, out.data(), M, N, K);
         expect(out == rows_of_copy(whole, 300 - M, M, N), "linear");
+        if (N % 16 == 0) {
+          auto sum = random_bf16(M * N);
+          bi_linear_add(part.data(), w.data(), b, sum.data(), M, N, K);
+        }
+        if (N % 32 == 0) {
+          std::vector<bf16> half(M * N / 2);
+          bi_gate_up_silu(part.data(), w.data(), b, half.data(), M, N, K);
+        }
       }
     }
   }
@@ -187,7 +195,16 @@ std::vector<std::vector<bf16>> forward(Tiny& tiny, const std::vector<Seq>& seqs)
                  slots.data(), tables.data(), starts.data(), lens.data(), tiny.cache.data(),
                  (int64_t)tiny.layer_stride()};
   std::vector<bf16> hidden(ids.size() * Tiny::H);
-  bi_forward(&tiny.model, &batch, hidden.data());
+  std::vector<int64_t> all(ids.size()), some;
+  for (size_t t = 0; t < ids.size(); t++) {
+    all[t] = t;
+    if (t % 3 == 1) some.push_back(t);
+  }
+  bi_forward(&tiny.model, &batch, all.data(), (int)all.size(), hidden.data());
+  std::vector<bf16> partly(hidden.size());
+  bi_forward(&tiny.model, &batch, some.data(), (int)some.size(), partly.data());
+  for (int64_t t : some)
+    expect(rows_of_copy(partly, t, 1, Tiny::H) == rows_of_copy(hidden, t, 1, Tiny::H), "forward of some outputs");
   std::vector<std::vector<bf16>> out;
   int at = 0;
   for (auto& seq : seqs) out.push_back(rows_of_copy(hidden, at, seq.count, Tiny::H)), at += seq.count;

@@ -9,6 +9,7 @@ from tiny_models import INSTRUCTION_SETS
 from torch import Tensor
 
 from batchinfer.kernels import reference
+from batchinfer.kernels.cpu.decoder import interleaved
 
 pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="no C++ kernels were built")
 ROWS = [*range(1, 41), 300]
@@ -71,6 +72,33 @@ def test_linear_of_a_bad_row_leaves_the_others_alone(kernels: Kernels) -> None:
     assert not found[11].isfinite().any()
     others = [row for row in range(20) if row not in (3, 11)]
     assert torch.equal(found[others], good[others])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 16), (48, 576), (80, 48), (576, 1536)])
+def test_linear_add_is_linear_then_addition(
+    kernels: Kernels, num_outputs: int, num_inputs: int, with_bias: bool
+) -> None:
+    x, weight = randn(300, num_inputs), randn(num_outputs, num_inputs, seed=1, scale=num_inputs**-0.5)
+    bias, residual = randn(num_outputs, seed=2) if with_bias else None, randn(300, num_outputs, seed=3)
+    packed = kernels.pack(weight)
+    expected = residual + kernels.linear(x, packed, num_outputs, bias)
+    with num_threads(3):
+        for rows in (*ROWS, 300):
+            assert torch.equal(kernels.linear_add(x[:rows], packed, residual[:rows], bias), expected[:rows])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("size", "num_inputs"), [(16, 16), (48, 64), (80, 48), (1536, 576)])
+def test_gate_up_silu_is_linear_then_silu(kernels: Kernels, size: int, num_inputs: int, with_bias: bool) -> None:
+    x, weight = randn(300, num_inputs), randn(2 * size, num_inputs, seed=1, scale=4 * num_inputs**-0.5)
+    bias = randn(2 * size, seed=2) if with_bias else None
+    expected = kernels.silu_and_mul(kernels.linear(x, kernels.pack(weight), 2 * size, bias))
+    packed = kernels.pack(interleaved(weight))
+    bias = None if bias is None else interleaved(bias)
+    with num_threads(3):
+        for rows in (*ROWS, 300):
+            assert torch.equal(kernels.gate_up_silu(x[:rows], packed, 2 * size, bias), expected[:rows])
 
 
 # Between the products
@@ -192,3 +220,16 @@ def test_rope_and_store_kv(
             )
             assert torch.equal(part, found[begin:end])
     assert torch.equal(cache, pack_kv(k_cache, v_cache, block_size)), "writing again changes nothing"
+
+
+@pytest.mark.parametrize("place", [2, 3])  # of K, of V; 0 and 1 are the query heads'
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_tokens_whose_kv_is_not_finite_are_marked(kernels: Kernels, bad: float, place: int) -> None:
+    tokens, dim = 9, 32
+    qkv = randn(tokens, 4, dim)
+    qkv[4, place, 7] = bad
+    angles = torch.rand(64, dim // 2)
+    cache = pack_kv(torch.zeros(64, 1, dim, dtype=BF16), torch.zeros(64, 1, dim, dtype=BF16), 64)
+    at = torch.arange(tokens)
+    kernels.rope_and_store_kv(qkv, angles.cos(), angles.sin(), at.int(), at, cache, 1, 64, 1.0)
+    assert kernels.is_finite.tolist() == [token != 4 for token in range(tokens)]

@@ -25,7 +25,7 @@ struct Heads {
   int per_group() const { return num_heads / num_kv_heads; }
 };
 
-// Softmax state of every query head, over the tiles met so far.
+// Softmax state of every query head, over the tiles met so far; written between the runs of different waves.
 struct State {
   float* top;    // [tokens, heads]
   float* total;  // [tokens, heads]
@@ -73,7 +73,8 @@ struct Lanes {
   alignas(64) bf16 weights[TILE / 2 * V * 32];
   alignas(64) float top[V * 16], total[V * 16], position[V * 16];
 
-  __attribute__((noinline)) void meet(const Tile& tile, const Visible& see, int dim_) {
+  // Meanwhile `next`, the tile that this thread will need then, is fetched.
+  __attribute__((noinline)) void meet(const Tile& tile, const Tile& next, const Visible& see, int dim_) {
     const int dim = DIM ? DIM : dim_;
     F16 max_[V], old[V], factor[V], sum[V], at[V];
     BI_UNROLL for (int v = 0; v < V; v++) max_[v] = old[v] = load(top + v * 16), at[v] = load(position + v * 16);
@@ -81,8 +82,11 @@ struct Lanes {
       const bf16* k = tile.k[key / GROUP] + key % GROUP * 2;
       F16 s[UNROLL][V];
       BI_UNROLL for (int i = 0; i < UNROLL; i++) BI_UNROLL for (int v = 0; v < V; v++) s[i][v] = splat(0.f);
+      const bf16* ahead = (key % GROUP < 8 ? next.k : next.v)[key / GROUP];
+      const bool fetches = key % 8 == 0;
       for (int d = 0; d < dim / 2; d++) {
         P16 query[V];
+        if (fetches) prefetch(ahead + d * 32);
         BI_UNROLL for (int v = 0; v < V; v++) query[v] = load_pairs(q + (d * V + v) * 32);
         BI_UNROLL for (int i = 0; i < UNROLL; i++) {
           P16 pair = splat_pair(k + d * GROUP * 2 + i * 2);
@@ -135,39 +139,75 @@ struct Lanes {
 
 static int groups_seen(int first, int position) { return std::min(4, (position - first) / GROUP + 1); }
 
+// Stores a query head's result.
+BI_INLINE void store_result(const float* acc, F16 total, bf16* out, int dim) {
+  for (int d = 0; d < dim; d += 16) store_narrow(out + d, div(load(acc + d), total));
+}
+
 // One run for up to V * 16 query heads, lanes [begin, begin + count) of the run's rows x heads of a KV group.
 template <int V, int DIM>
 static void run_lanes(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_head, int begin,
-                      int count, const bf16* q, int window, State state) {
+                      int count, const bf16* q, int window, State state, bf16* out, const Tile& after) {
   thread_local Lanes<V, DIM> lanes;
   const int dim = DIM ? DIM : heads.dim, per_group = heads.per_group(), width = V * 16;
   int64_t head_of[V * 16];
+  int low = INT32_MAX, high = 0;
   for (int i = 0; i < width; i++) {
     int lane = begin + (i < count ? i : 0);
-    int row = plan.rows[run.rows_begin + lane / per_group];
+    int row = plan.rows[run.rows_begin + lane / per_group], position = plan.positions[row];
     head_of[i] = (int64_t)row * heads.num_heads + kv_head * per_group + lane % per_group;
-    lanes.position[i] = (float)plan.positions[row];
-    const bf16* from = q + head_of[i] * dim;
-    for (int d = 0; d < dim / 2; d++) memcpy(lanes.q + ((int64_t)d * width + i) * 2, from + 2 * d, 4);
-    lanes.top[i] = state.top[head_of[i]];
-    lanes.total[i] = state.total[head_of[i]];
+    lanes.position[i] = (float)position;
+    low = std::min(low, position), high = std::max(high, position);
+    lanes.top[i] = run.wave ? state.top[head_of[i]] : MASKED;
+    lanes.total[i] = run.wave ? state.total[head_of[i]] : 0.f;
   }
-  if (run.wave == 0) {
-    memset(lanes.acc, 0, sizeof(float) * dim * width);
-  } else {
-    for (int i = 0; i < width; i++)
-      for (int d = 0; d < dim; d++) lanes.acc[d * width + i] = state.acc[head_of[i] * dim + d];
+  for (int v = 0; v < V; v++) {
+    const int64_t* head = head_of + v * 16;
+    int d = 0;
+    for (; d + 32 <= dim; d += 32) {
+      F16 pairs[16];
+      BI_UNROLL for (int i = 0; i < 16; i++) memcpy(&pairs[i], q + head[i] * dim + d, 64);
+      transpose(pairs);
+      BI_UNROLL for (int i = 0; i < 16; i++) memcpy(lanes.q + ((d / 2 + i) * width + v * 16) * 2, &pairs[i], 64);
+    }
+    for (; d < dim; d += 2)
+      for (int i = 0; i < 16; i++) memcpy(lanes.q + (d / 2 * width + v * 16 + i) * 2, q + head[i] * dim + d, 4);
+    if (run.wave == 0) continue;
+    for (d = 0; d < dim; d += 16) {
+      F16 x[16];
+      BI_UNROLL for (int i = 0; i < 16; i++) x[i] = load(state.acc + head[i] * dim + d);
+      transpose(x);
+      BI_UNROLL for (int i = 0; i < 16; i++) store(lanes.acc + (d + i) * width + v * 16, x[i]);
+    }
   }
+  if (run.wave == 0) memset(lanes.acc, 0, sizeof(float) * dim * width);
+  const int64_t* groups = &plan.groups[(size_t)run.tiles_begin * 4];
+  Tile next = kv.tile(groups, kv_head);
   for (int t = 0; t < run.num_tiles; t++) {
-    int first = (run.first_tile + t) * TILE;
-    Visible see{(float)first, (float)window, first + TILE - 1 > run.low_position,
-                window > 0 && first <= run.high_position - window, groups_seen(first, run.high_position)};
-    lanes.meet(kv.tile(&plan.groups[(size_t)(run.tiles_begin + t) * 4], kv_head), see, dim);
+    const Tile tile = next;
+    next = t + 1 < run.num_tiles ? kv.tile(groups + (t + 1) * 4, kv_head) : after;
+    const int first = (run.first_tile + t) * TILE;
+    Visible see{(float)first, (float)window, first + TILE - 1 > low, window > 0 && first <= high - window,
+                groups_seen(first, high)};
+    lanes.meet(tile, next, see, dim);
   }
-  for (int i = 0; i < count; i++) {
-    state.top[head_of[i]] = lanes.top[i];
-    state.total[head_of[i]] = lanes.total[i];
-    for (int d = 0; d < dim; d++) state.acc[head_of[i] * dim + d] = lanes.acc[d * width + i];
+  const int num_final = std::min(count, run.num_final * per_group - begin);  // lanes that have their result
+  for (int v = 0; v < V; v++) {
+    const int64_t* head = head_of + v * 16;
+    const int lanes_here = std::min(16, count - v * 16), final_here = num_final - v * 16;
+    for (int d = 0; d < dim; d += 16) {
+      F16 x[16];
+      BI_UNROLL for (int i = 0; i < 16; i++) x[i] = load(lanes.acc + (d + i) * width + v * 16);
+      transpose(x);
+      for (int i = 0; i < lanes_here; i++) {
+        if (i < final_here) store_narrow(out + head[i] * dim + d, div(x[i], splat(lanes.total[v * 16 + i])));
+        else store(state.acc + head[i] * dim + d, x[i]);
+      }
+    }
+    for (int i = std::max(final_here, 0); i < lanes_here; i++) {
+      state.top[head[i]] = lanes.top[v * 16 + i];
+      state.total[head[i]] = lanes.total[v * 16 + i];
+    }
   }
 }
 
@@ -253,13 +293,18 @@ static void meet_own(const Tile& tile, const Tile& next, const bf16* q, int firs
   else meet_own<G, DIM, 4>(tile, next, q, first, position, window, state, dim);
 }
 
-// One run for one token and KV heads [kv_begin, kv_end), tile by tile.
+// One run for one token, number `member` of the run, and KV heads [kv_begin, kv_end), tile by tile.
 template <int DIM>
 static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const Heads& heads, int kv_begin,
-                      int kv_end, int row, const bf16* q, int window, State state, const Tile& after) {
+                      int kv_end, int member, const bf16* q, int window, State state, bf16* out, const Tile& after) {
+  const int row = plan.rows[run.rows_begin + member];
   const int dim = DIM ? DIM : heads.dim, per_group = heads.per_group(), position = plan.positions[row];
   const int64_t begin = (int64_t)row * heads.num_heads + kv_begin * per_group;
-  if (run.wave == 0) memset(state.acc + begin * dim, 0, sizeof(float) * (kv_end - kv_begin) * per_group * dim);
+  const int64_t num_heads = (kv_end - kv_begin) * per_group;
+  if (run.wave == 0) {
+    memset(state.acc + begin * dim, 0, sizeof(float) * num_heads * dim);
+    for (int64_t i = begin; i < begin + num_heads; i++) state.top[i] = MASKED, state.total[i] = 0.f;
+  }
   const int64_t* groups = &plan.groups[(size_t)run.tiles_begin * 4];
   Tile next = kv.tile(groups, kv_begin);
   for (int t = 0; t < run.num_tiles; t++) {
@@ -284,9 +329,11 @@ static void run_token(const Plan& plan, const Run& run, const KvLayer& kv, const
       }
     }
   }
+  if (member >= run.num_final) return;
+  for (int64_t i = begin; i < begin + num_heads; i++)
+    store_result(state.acc + i * dim, splat(state.total[i]), out + i * dim, dim);
 }
 
-constexpr int PIECES_AT_A_TIME = 4;  // neighbours go to one thread, which fetches the next one's first tile
 constexpr int MANY_LANES = 24;  // from here on a unit's tokens are handled by themselves, without carrying state
 constexpr int FEW_LANES = 8;  // up to here each token is handled by itself
 
@@ -296,57 +343,67 @@ struct Piece {
   int run, kv_begin, kv_end, begin, count;
 };
 
-static void cut_pieces(const Plan& plan, const Heads& heads, int first_run, int last_run, std::vector<Piece>& out) {
-  out.clear();
+// Pieces of a wave; neighbours [starts[i], starts[i + 1]) go to one thread, which fetches the next one's first tile.
+struct Pieces {
+  std::vector<Piece> all;
+  std::vector<int> starts;
+};
+
+static void cut_pieces(const Plan& plan, const Heads& heads, int first_run, int last_run, Pieces& out) {
+  out.all.clear(), out.starts.clear();
   int num_tokens = 0;
   for (int r = first_run; r < last_run; r++) num_tokens += plan.runs[r].num_rows;
   // A token's heads stay together, unless there are too few tokens to keep all threads busy.
   const int heads_at_a_time = num_tokens < 8 * omp_get_max_threads() ? 1 : heads.num_kv_heads;
+  std::vector<int64_t> cost;  // about, in tiles for 16 lanes
   for (int r = first_run; r < last_run; r++) {
     const Run& run = plan.runs[r];
     const int lanes = run.num_rows * heads.per_group();
     if (run.num_rows == 1 || lanes <= FEW_LANES) {
       for (int i = 0; i < run.num_rows; i++)
-        for (int h = 0; h < heads.num_kv_heads; h += heads_at_a_time)
-          out.push_back({r, h, std::min(h + heads_at_a_time, heads.num_kv_heads), i, 0});
+        for (int h = 0; h < heads.num_kv_heads; h += heads_at_a_time) {
+          out.all.push_back({r, h, std::min(h + heads_at_a_time, heads.num_kv_heads), i, 0});
+          cost.push_back(run.num_tiles * heads_at_a_time);
+        }
     } else {
       for (int h = 0; h < heads.num_kv_heads; h++)
-        for (int i = 0; i < lanes; i += 32) out.push_back({r, h, h + 1, i, std::min(32, lanes - i)});
+        for (int i = 0; i < lanes; i += 32) {
+          out.all.push_back({r, h, h + 1, i, std::min(32, lanes - i)});
+          cost.push_back(run.num_tiles * (lanes - i > 16 ? 2 : 1) + 1);
+        }
     }
   }
+  int64_t all = 0, sum = 0;
+  for (int64_t one : cost) all += one;
+  const int64_t share = all / (omp_get_max_threads() * 24) + 1;
+  for (size_t p = 0; p < out.all.size(); sum += cost[p], p++)
+    if (out.starts.empty() || sum >= share) out.starts.push_back((int)p), sum = 0;
+  out.starts.push_back((int)out.all.size());
 }
 
 template <int DIM>
 static void attend(const Plan& plan, const KvLayer& kv, const Heads& heads, const bf16* q, int window, State state,
                    bf16* out) {
-  const int64_t num_heads = (int64_t)plan.num_tokens * heads.num_heads;
-  for (int64_t i = 0; i < num_heads; i++) state.top[i] = MASKED, state.total[i] = 0.f;
-  std::vector<Piece> pieces;
+  Pieces pieces;
   for (int wave = 0, begin = 0; wave < plan.num_waves; wave++) {
     int end = begin;
     while (end < (int)plan.runs.size() && plan.runs[end].wave == wave) end++;
     cut_pieces(plan, heads, begin, end, pieces);
     begin = end;
-#pragma omp parallel for schedule(dynamic, PIECES_AT_A_TIME)
-    for (size_t p = 0; p < pieces.size(); p++) {
-      const Piece& piece = pieces[p];
-      const Run& run = plan.runs[piece.run];
-      const Piece& following = pieces[std::min(p + 1, pieces.size() - 1)];
-      const Tile after = kv.tile(&plan.groups[(size_t)plan.runs[following.run].tiles_begin * 4], following.kv_begin);
-      if (piece.count == 0)
-        run_token<DIM>(plan, run, kv, heads, piece.kv_begin, piece.kv_end, plan.rows[run.rows_begin + piece.begin], q,
-                       window, state, after);
-      else if (piece.count > 16)
-        run_lanes<2, DIM>(plan, run, kv, heads, piece.kv_begin, piece.begin, piece.count, q, window, state);
-      else
-        run_lanes<1, DIM>(plan, run, kv, heads, piece.kv_begin, piece.begin, piece.count, q, window, state);
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int s = 0; s < (int)pieces.starts.size() - 1; s++) {
+      for (int p = pieces.starts[s]; p < pieces.starts[s + 1]; p++) {
+        const Piece &piece = pieces.all[p], &following = pieces.all[std::min(p + 1, pieces.starts[s + 1] - 1)];
+        const Run& run = plan.runs[piece.run];
+        const Tile after = kv.tile(&plan.groups[(size_t)plan.runs[following.run].tiles_begin * 4], following.kv_begin);
+        if (piece.count == 0)
+          run_token<DIM>(plan, run, kv, heads, piece.kv_begin, piece.kv_end, piece.begin, q, window, state, out, after);
+        else if (piece.count > 16)
+          run_lanes<2, DIM>(plan, run, kv, heads, piece.kv_begin, piece.begin, piece.count, q, window, state, out, after);
+        else
+          run_lanes<1, DIM>(plan, run, kv, heads, piece.kv_begin, piece.begin, piece.count, q, window, state, out, after);
+      }
     }
-  }
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < num_heads; i++) {
-    const F16 total = splat(state.total[i]);
-    for (int d = 0; d < heads.dim; d += 16)
-      store_narrow(out + i * heads.dim + d, div(load(state.acc + i * heads.dim + d), total));
   }
 }
 

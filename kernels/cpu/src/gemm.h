@@ -10,12 +10,21 @@
 
 namespace batchinfer {
 
+// A tile: so many rows for so many vectors of 16 outputs.
 #if BI_AVX512
-constexpr int ROWS = 8, COLS = 3;  // 24 accumulators + 3 weights + 1 broadcast of 32 registers
+// 6 x 4: 24 accumulators, 4 weights and a broadcast of 32 registers. 8 x 3 is as fast on one thread, but then two
+// threads write to one cache line where their panels meet.
+constexpr int COLS = 4;
+constexpr int rows_for(int cols) { return cols >= 3 ? 24 / cols : 12; }
+constexpr int PAIR_COLS = 4;
 #elif BI_AVX2
-constexpr int ROWS = 4, COLS = 1;  // 8 accumulators of 16 registers
+constexpr int COLS = 1;  // 4 x 1: 8 accumulators of 16 registers
+constexpr int rows_for(int cols) { return cols == 1 ? 4 : 2; }
+constexpr int PAIR_COLS = 2;
 #else
-constexpr int ROWS = 2, COLS = 1;
+constexpr int COLS = 1;
+constexpr int rows_for(int) { return 2; }
+constexpr int PAIR_COLS = 2;
 #endif
 constexpr int ROW_CHUNK = 256;  // rows that stay in the second-level cache beside a panel
 
@@ -42,33 +51,42 @@ static __attribute__((noinline)) void tile(const bf16* x, int64_t x_stride, cons
 }
 
 template <int R, int C, class Sink>
+BI_INLINE void tile_of(int rows, const bf16* x, int64_t x_stride, const bf16* w, int K, int row, int column,
+                       const Sink& sink) {
+  if (rows == R) return tile<R, C>(x, x_stride, w, K, row, column, sink);
+  if constexpr (R > 1) tile_of<R - 1, C>(rows, x, x_stride, w, K, row, column, sink);
+}
+
+// Rows [begin, end), in as few tiles as there can be, of nearly equal height.
+template <int C, class Sink>
 static void rows_of(const bf16* x, int64_t x_stride, const bf16* w, int K, int begin, int end, int column,
                     const Sink& sink) {
-  int row = begin;
-  for (; row + R <= end; row += R) tile<R, C>(x, x_stride, w, K, row, column, sink);
-  if constexpr (R > 1) {
-    if (row < end) rows_of<R / 2, C>(x, x_stride, w, K, row, end, column, sink);
+  constexpr int R = rows_for(C);
+  for (int row = begin, left = (end - begin + R - 1) / R; left > 0; left--) {
+    const int rows = (end - row + left - 1) / left;
+    tile_of<R, C>(rows, x, x_stride, w, K, row, column, sink);
+    row += rows;
   }
 }
 
-// Rows [begin, end) x `vectors` * 16 outputs from `column` on.
-template <int C, class Sink>
+// Rows [begin, end) x `vectors` * 16 outputs from `column` on; STEP: vectors that stay together.
+template <int C, int STEP, class Sink>
 static void panel(const bf16* x, int64_t x_stride, const bf16* w, int K, int begin, int end, int column, int vectors,
                   const Sink& sink) {
-  if (vectors >= C) return rows_of<ROWS, C>(x, x_stride, w, K, begin, end, column, sink);
-  if constexpr (C > 1) panel<C - 1>(x, x_stride, w, K, begin, end, column, vectors, sink);
+  if (vectors >= C) return rows_of<C>(x, x_stride, w, K, begin, end, column, sink);
+  if constexpr (C > STEP) panel<C - STEP, STEP>(x, x_stride, w, K, begin, end, column, vectors, sink);
 }
 
 // x [M, K] times packed w: every tile of outputs is handed to `sink` once, from any thread.
-template <class Sink>
+template <int C, int STEP, class Sink>
 static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N, int K, const Sink& sink) {
-  const int vectors = (N + 15) / 16, panels = (vectors + COLS - 1) / COLS, chunks = (M + ROW_CHUNK - 1) / ROW_CHUNK;
+  const int vectors = (N + 15) / 16, panels = (vectors + C - 1) / C, chunks = (M + ROW_CHUNK - 1) / ROW_CHUNK;
   // Dynamic: when a neighbour takes part of a core, the other threads take over its share.
 #pragma omp parallel for schedule(dynamic, 1)
   for (int item = 0; item < panels * chunks; item++) {
-    int chunk = item / panels, column = item % panels * COLS;
-    panel<COLS>(x, x_stride, w, K, chunk * ROW_CHUNK, std::min(M, (chunk + 1) * ROW_CHUNK), column * 16,
-                std::min(COLS, vectors - column), sink);
+    int chunk = item / panels, column = item % panels * C;
+    panel<C, STEP>(x, x_stride, w, K, chunk * ROW_CHUNK, std::min(M, (chunk + 1) * ROW_CHUNK), column * 16,
+                   std::min(C, vectors - column), sink);
   }
 }
 
@@ -98,9 +116,55 @@ struct StoreNarrow {
   }
 };
 
+// residual [M, N] += x w^T + bias, N a multiple of 16. The product is rounded to bf16 before it is added, as if
+// it had been stored.
+struct AddNarrow {
+  const bf16* bias;
+  bf16* residual;
+  int N;
+
+  template <int R, int C>
+  __attribute__((always_inline)) void operator()(int row, int column, F16 (&acc)[R][C]) const {
+    BI_UNROLL for (int c = 0; c < C; c++) {
+      const int at = column + c * 16;
+      BI_UNROLL for (int r = 0; r < R; r++) {
+        bf16* sum = residual + (int64_t)(row + r) * N + at;
+        F16 value = bias ? add(acc[r][c], load_widen(bias + at)) : acc[r][c];
+        store_narrow(sum, add(load_widen(sum), rounded(value)));
+      }
+    }
+  }
+};
+
+// out [M, N / 2] = silu(gate) * up; the outputs of w are 16 of the gate, then 16 of up, and so on. Both and silu's
+// result are rounded to bf16, as if they had been stored.
+struct GateUp {
+  const bf16* bias;  // in the order of w, or null
+  bf16* out;
+  int N;
+
+  template <int R, int C>
+  __attribute__((always_inline)) void operator()(int row, int column, F16 (&acc)[R][C]) const {
+    BI_UNROLL for (int c = 0; c + 1 < C; c += 2) {
+      const int at = column + c * 16;
+      for (int r = 0; r < R; r++) {
+        F16 gate = acc[r][c], up = acc[r][c + 1];
+        if (bias) gate = add(gate, load_widen(bias + at)), up = add(up, load_widen(bias + at + 16));
+        store_narrow(out + (int64_t)(row + r) * (N / 2) + at / 2, mul(rounded(silu(rounded(gate))), rounded(up)));
+      }
+    }
+  }
+};
+
 // out [M, N] bf16 = x w^T + bias; bias [N] bf16 or null.
 static void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int M, int N, int K) {
-  matmul(x, K, w, M, N, K, StoreNarrow{bias, out, N});
+  matmul<COLS, 1>(x, K, w, M, N, K, StoreNarrow{bias, out, N});
+}
+static void linear_add(const bf16* x, const bf16* w, const bf16* bias, bf16* residual, int M, int N, int K) {
+  matmul<COLS, 1>(x, K, w, M, N, K, AddNarrow{bias, residual, N});
+}
+static void gate_up_silu(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int M, int N, int K) {
+  matmul<PAIR_COLS, 2>(x, K, w, M, N, K, GateUp{bias, out, N});
 }
 
 static void pack(const bf16* w, bf16* out, int N, int K) {

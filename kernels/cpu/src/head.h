@@ -121,7 +121,7 @@ static void head(const bf16* hidden, const bf16* w, int rows, int V, int K, int 
     lanes.reset(end - begin, wants_sum);
     const HeadSink sink{begin, V, num_ids, logits, out.target, out.target_logit, wants_sum, wants_moment, lanes};
     for (int p = group * GROUP_PANELS; p < std::min(panels, (group + 1) * GROUP_PANELS); p++)
-      panel<COLS>(hidden, K, w, K, begin, end, p * COLS * 16, std::min(COLS, vectors - p * COLS), sink);
+      panel<COLS, 1>(hidden, K, w, K, begin, end, p * COLS * 16, std::min(COLS, vectors - p * COLS), sink);
     for (int row = begin; row < end; row++) {
       const int at = row - begin;
       alignas(64) float top[16], id[16], check[16], high[16], sum[16], moment[16];

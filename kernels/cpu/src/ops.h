@@ -25,11 +25,8 @@ BI_INLINE void norm_row(const bf16* x, const bf16* weight, float eps, bf16* out,
     squares = fma(value, value, squares);
   }
   const F16 scale = splat(1.f / std::sqrt(reduce_add(squares) / n + eps));
-  alignas(64) bf16 rounded[16];
-  for (int i = 0; i < n; i += 16) {
-    store_narrow(rounded, mul(load_widen(x + i), scale));
-    store_narrow(out + i, mul(load_widen(rounded), load_widen(weight + i)));
-  }
+  for (int i = 0; i < n; i += 16)
+    store_narrow(out + i, mul(rounded(mul(load_widen(x + i), scale)), load_widen(weight + i)));
 }
 
 // residual += x (unless x is null); out = norm of the sum. All [rows, n].
@@ -49,15 +46,8 @@ static void silu_and_mul(const bf16* gate_up, bf16* out, int rows, int n) {
 #pragma omp parallel for schedule(static)
   for (int r = 0; r < rows; r++) {
     const bf16 *gate = gate_up + (int64_t)r * 2 * n, *up = gate + n;
-    alignas(64) bf16 rounded[16];
-    for (int i = 0; i < n; i += 16) {
-      F16 x = load_widen(gate + i);
-      // exp(-x) is kept finite: 2^126 already makes the quotient 0.
-      F16 power = mul(x, splat(-LOG2E));
-      power = where_greater(power, splat(126.f), splat(126.f), power);
-      store_narrow(rounded, div(x, add(splat(1.f), exp2(power))));
-      store_narrow(out + (int64_t)r * n + i, mul(load_widen(rounded), load_widen(up + i)));
-    }
+    for (int i = 0; i < n; i += 16)
+      store_narrow(out + (int64_t)r * n + i, mul(rounded(silu(load_widen(gate + i))), load_widen(up + i)));
   }
 }
 
@@ -70,43 +60,64 @@ struct RopeTables {
 BI_INLINE void rotate(float* x, const RopeTables& rope, int position) {
   const int half = rope.dim / 2;
   const float *cos = rope.cos + (int64_t)position * half, *sin = rope.sin + (int64_t)position * half;
-  for (int i = 0; i < half; i++) {
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const F16 first = load(x + i), second = load(x + i + half), c = load(cos + i), s = load(sin + i);
+    store(x + i, sub(mul(first, c), mul(second, s)));
+    store(x + i + half, add(mul(second, c), mul(first, s)));
+  }
+  for (; i < half; i++) {
     float first = x[i], second = x[i + half];
     x[i] = first * cos[i] - second * sin[i];
     x[i + half] = second * cos[i] + first * sin[i];
   }
 }
 
+// The first token of thread `part` of `parts`: two tokens that lie in one pair of the cache stay together, as each
+// half is stored by changing the pair.
+static int first_token(const int64_t* slots, int tokens, int part, int parts) {
+  int t = (int)((int64_t)tokens * part / parts);
+  if (t > 0 && t < tokens && slots[t] % 2 == 1 && slots[t - 1] == slots[t] - 1) t++;
+  return t;
+}
+
 // qkv [tokens, (heads + 2 kv heads) * dim] -> q [tokens, heads, dim] rotated and scaled, k and v into the cache.
-// q_norm, k_norm: [dim] or null. slots: block * block_size + place of each token.
+// q_norm, k_norm: [dim] or null. slots: block * block_size + place of each token. is_finite [tokens]: cleared where
+// a token's KV holds NaN or infinity.
 static void rope_and_store_kv(const bf16* qkv, const bf16* q_norm, const bf16* k_norm, float eps,
                               const RopeTables& rope, const int32_t* positions, const int64_t* slots, int tokens,
-                              const Heads& heads, float scale, int block_size, bf16* q, bf16* kv_cache) {
+                              const Heads& heads, float scale, int block_size, bf16* q, bf16* kv_cache, uint8_t* is_finite) {
   const int dim = heads.dim, width = heads.num_heads + 2 * heads.num_kv_heads;
-#pragma omp parallel for schedule(static)
-  for (int t = 0; t < tokens; t++) {
-    const bf16* row = qkv + (int64_t)t * width * dim;
-    alignas(64) float x[256];
-    alignas(64) bf16 normed[256];
-    auto read = [&](const bf16* from, const bf16* norm) {
-      if (norm) norm_row(from, norm, eps, normed, dim), from = normed;
-      for (int d = 0; d < dim; d += 16) store(x + d, load_widen(from + d));
-      rotate(x, rope, positions[t]);
-    };
-    for (int h = 0; h < heads.num_heads; h++) {
-      read(row + h * dim, q_norm);
-      bf16* out = q + ((int64_t)t * heads.num_heads + h) * dim;
-      for (int d = 0; d < dim; d += 16) store_narrow(out + d, mul(load(x + d), splat(scale)));
-    }
-    const int64_t block = slots[t] / block_size, group = slots[t] % block_size / GROUP;
-    const int token = slots[t] % GROUP;
-    for (int h = 0; h < heads.num_kv_heads; h++) {
-      bf16* k = kv_cache + (block * heads.num_kv_heads + h) * 2 * block_size * dim + group * GROUP * dim;
-      bf16* v = k + (int64_t)block_size * dim;
-      read(row + (heads.num_heads + h) * dim, k_norm);
-      for (int d = 0; d < dim; d++) k[(d / 2 * GROUP + token) * 2 + d % 2] = narrow(x[d]);
-      const bf16* value = row + (heads.num_heads + heads.num_kv_heads + h) * dim;
-      for (int d = 0; d < dim; d++) v[(token / 2 * dim + d) * 2 + token % 2] = value[d];
+#pragma omp parallel
+  {
+    const int parts = omp_get_num_threads(), part = omp_get_thread_num();
+    const int end = first_token(slots, tokens, part + 1, parts);
+    for (int t = first_token(slots, tokens, part, parts); t < end; t++) {
+      const bf16* row = qkv + (int64_t)t * width * dim;
+      alignas(64) float x[256];
+      alignas(64) bf16 narrowed[256];
+      auto read = [&](const bf16* from, const bf16* norm) {
+        if (norm) norm_row(from, norm, eps, narrowed, dim), from = narrowed;
+        for (int d = 0; d < dim; d += 16) store(x + d, load_widen(from + d));
+        rotate(x, rope, positions[t]);
+      };
+      for (int h = 0; h < heads.num_heads; h++) {
+        read(row + h * dim, q_norm);
+        bf16* out = q + ((int64_t)t * heads.num_heads + h) * dim;
+        for (int d = 0; d < dim; d += 16) store_narrow(out + d, mul(load(x + d), splat(scale)));
+      }
+      const int64_t block = slots[t] / block_size, group = slots[t] % block_size / GROUP;
+      const int token = slots[t] % GROUP;
+      for (int h = 0; h < heads.num_kv_heads; h++) {
+        bf16* k = kv_cache + (block * heads.num_kv_heads + h) * 2 * block_size * dim + group * GROUP * dim;
+        bf16* v = k + (int64_t)block_size * dim + token / 2 * dim * 2;
+        read(row + (heads.num_heads + h) * dim, k_norm);
+        for (int d = 0; d < dim; d += 16) store_narrow(narrowed + d, load(x + d));
+        for (int d = 0; d < dim; d += 2) memcpy(k + (d / 2 * GROUP + token) * 2, narrowed + d, 4);
+        const bf16* value = row + (heads.num_heads + heads.num_kv_heads + h) * dim;
+        for (int d = 0; d < dim; d += 16) store_halves(v + d * 2, value + d, token % 2);
+        if (!all_finite(narrowed, dim) || !all_finite(value, dim)) is_finite[t] = 0;
+      }
     }
   }
 }

@@ -21,10 +21,10 @@ struct RaggedBatch {
 // Query tokens that meet the same tiles, one after the other.
 struct Run {
   int rows_begin, num_rows;    // into Plan::rows
+  int num_final;               // the first so many rows meet no tile after this run's
   int tiles_begin, num_tiles;  // into Plan::groups, four entries a tile
   int first_tile;              // absolute number of the first one
   int wave;                    // runs of one wave may go in any order, waves may not
-  int low_position, high_position;
 };
 
 struct Plan {
@@ -33,6 +33,26 @@ struct Plan {
   std::vector<Run> runs;           // by wave
   std::vector<int32_t> positions;  // of every query token
   int num_tokens = 0, num_waves = 0;
+
+  // The plan of these query tokens alone, ascending.
+  Plan only(const int64_t* wanted, int num_wanted) const {
+    Plan out;
+    out.groups = groups, out.positions = positions, out.num_tokens = num_tokens, out.num_waves = num_waves;
+    std::vector<uint8_t> is_wanted(num_tokens, 0);
+    for (int i = 0; i < num_wanted; i++) is_wanted[wanted[i]] = 1;
+    for (Run run : runs) {
+      const int begin = run.rows_begin, end = begin + run.num_rows, final = begin + run.num_final;
+      run.rows_begin = (int)out.rows.size(), run.num_final = 0;
+      for (int i = begin; i < end; i++) {
+        if (!is_wanted[rows[i]]) continue;
+        out.rows.push_back(rows[i]);
+        if (i < final) run.num_final++;
+      }
+      run.num_rows = (int)out.rows.size() - run.rows_begin;
+      if (run.num_rows) out.runs.push_back(run);
+    }
+    return out;
+  }
 };
 
 // Query tokens of one sequence within one tile: all of them see tiles [low, high].
@@ -72,7 +92,10 @@ class Planner {
       while (end < units_.size() && units_[end].low == units_[begin].low && !compare(units_[begin], units_[end], units_[begin].low)) end++;
       descend(begin, end, units_[begin].low, 0);
     }
-    std::stable_sort(plan.runs.begin(), plan.runs.end(), [](const Run& a, const Run& b) { return a.wave < b.wave; });
+    // The longest first: what is left for the end of a wave is short.
+    std::stable_sort(plan.runs.begin(), plan.runs.end(), [](const Run& a, const Run& b) {
+      return a.wave != b.wave ? a.wave < b.wave : a.num_tiles > b.num_tiles;
+    });
     plan.num_waves = plan.runs.empty() ? 0 : plan.runs.back().wave + 1;
   }
 
@@ -92,13 +115,12 @@ class Planner {
   }
 
   void emit(size_t begin, size_t end, int tile, int stop, int wave) {
-    Run run{(int)plan_.rows.size(), 0, (int)plan_.groups.size() / 4, stop - tile, tile, wave, INT32_MAX, 0};
+    Run run{(int)plan_.rows.size(), 0, 0, (int)plan_.groups.size() / 4, stop - tile, tile, wave};
     for (size_t u = begin; u < end; u++) {
       const Unit& unit = units_[u];
       for (int i = 0; i < unit.count; i++) plan_.rows.push_back(unit.first_row + i);
       run.num_rows += unit.count;
-      run.low_position = std::min(run.low_position, unit.position);
-      run.high_position = std::max(run.high_position, unit.position + unit.count - 1);
+      if (unit.high < stop) run.num_final = run.num_rows;  // sorted: these come first
     }
     for (int t = tile; t < stop; t++)
       for (int g = 0; g < TILE / GROUP; g++) {

@@ -42,6 +42,13 @@ BI_INLINE bf16 narrow(float x) {
   return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+// Whether no value is NaN or infinite.
+BI_INLINE bool all_finite(const bf16* x, int n) {
+  int bad = 0;
+  for (int i = 0; i < n; i++) bad |= (x[i] & 0x7f80) == 0x7f80;
+  return !bad;
+}
+
 #if BI_AVX512
 struct F16 {
   __m512 v;
@@ -58,8 +65,8 @@ BI_INLINE F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 BI_INLINE F16 div(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 BI_INLINE F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 BI_INLINE F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
-BI_INLINE F16 round(F16 a) { return {_mm512_roundscale_ps(a.v, 0)}; }
-BI_INLINE F16 times_power_of_2(F16 x, F16 exponent) { return {_mm512_scalef_ps(x.v, exponent.v)}; }
+BI_INLINE F16 fraction(F16 a) { return {_mm512_reduce_ps(a.v, 9)}; }  // a - floor(a)
+BI_INLINE F16 times_power_of_floor(F16 x, F16 exponent) { return {_mm512_scalef_ps(x.v, exponent.v)}; }
 BI_INLINE bool any_differs(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ) != 0; }
 // a where x > y, else b
 BI_INLINE F16 where_greater(F16 x, F16 y, F16 a, F16 b) {
@@ -67,6 +74,26 @@ BI_INLINE F16 where_greater(F16 x, F16 y, F16 a, F16 b) {
 }
 BI_INLINE float reduce_max(F16 x) { return _mm512_reduce_max_ps(x.v); }
 BI_INLINE float first_lane(F16 x) { return _mm512_cvtss_f32(x.v); }
+// x[i] lane j becomes x[j] lane i; 32 bits are moved, whatever they hold.
+BI_INLINE void transpose(F16 (&x)[16]) {
+  __m512 a[16], b[16];
+  BI_UNROLL for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  BI_UNROLL for (int i = 0; i < 16; i += 4) BI_UNROLL for (int j = 0; j < 2; j++) {
+    const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + j + 2]);
+    b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+    b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+  }
+  // b[i + j]: of rows i .. i + 3, columns j, j + 4, j + 8, j + 12, a quarter each
+  BI_UNROLL for (int j = 0; j < 4; j++) {
+    const __m512 p = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88), q = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xdd);
+    const __m512 r = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88), s = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xdd);
+    x[j].v = _mm512_shuffle_f32x4(p, r, 0x88), x[j + 8].v = _mm512_shuffle_f32x4(p, r, 0xdd);
+    x[j + 4].v = _mm512_shuffle_f32x4(q, s, 0x88), x[j + 12].v = _mm512_shuffle_f32x4(q, s, 0xdd);
+  }
+}
 BI_INLINE P16 load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 BI_INLINE void store_pairs(bf16* p, P16 x) { _mm512_storeu_si512(p, x.v); }
 BI_INLINE P16 splat_pair(const bf16* p) {
@@ -85,11 +112,23 @@ BI_INLINE P16 to_pairs(F16 low, F16 high) {
 // 32 consecutive values: a, then b
 BI_INLINE void store_narrow2(bf16* p, F16 a, F16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)); }
 BI_INLINE void store_narrow(bf16* p, F16 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v)); }
+// The nearest bf16.
+BI_INLINE F16 rounded(F16 x) {
+  const __m256i narrowed = (__m256i)_mm512_cvtneps_pbh(x.v);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed), 16))};
+}
 BI_INLINE F16 load_widen(const bf16* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 // To the second level: more requests can be under way than from the first (27 against 20 GB/s on a Zen 4).
 BI_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+// 16 values into the low (even) or high halves of the pairs at p, the other halves stay.
+BI_INLINE void store_halves(bf16* p, const bf16* values, bool high) {
+  __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)values)), pairs = _mm512_loadu_si512(p);
+  pairs = high ? _mm512_mask_mov_epi16(pairs, 0xaaaaaaaau, _mm512_slli_epi32(x, 16))
+               : _mm512_mask_mov_epi16(pairs, 0x55555555u, x);
+  _mm512_storeu_si512(p, pairs);
+}
 
 #elif BI_AVX2
 struct F16 {
@@ -107,17 +146,18 @@ BI_INLINE F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps
 BI_INLINE F16 div(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 BI_INLINE F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 BI_INLINE F16 max(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-BI_INLINE F16 round(F16 x) {
-  const int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return {_mm256_round_ps(x.a, how), _mm256_round_ps(x.b, how)};
+BI_INLINE F16 fraction(F16 x) {
+  return {_mm256_sub_ps(x.a, _mm256_floor_ps(x.a)), _mm256_sub_ps(x.b, _mm256_floor_ps(x.b))};
 }
-BI_INLINE __m256 times_power_of_2(__m256 x, __m256 exponent) {
+BI_INLINE __m256 times_power_of_floor(__m256 x, __m256 exponent) {
   // Below 2^-126 is zero: exponents are clamped to one whose bits spell 0.
-  const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_max_ps(exponent, _mm256_set1_ps(-127.f))),
-                                        _mm256_set1_epi32(127));
+  const __m256 whole = _mm256_floor_ps(_mm256_max_ps(exponent, _mm256_set1_ps(-127.f)));
+  const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23)));
 }
-BI_INLINE F16 times_power_of_2(F16 x, F16 e) { return {times_power_of_2(x.a, e.a), times_power_of_2(x.b, e.b)}; }
+BI_INLINE F16 times_power_of_floor(F16 x, F16 e) {
+  return {times_power_of_floor(x.a, e.a), times_power_of_floor(x.b, e.b)};
+}
 BI_INLINE bool any_differs(F16 x, F16 y) {
   return _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NEQ_UQ)) ||
          _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NEQ_UQ));
@@ -202,13 +242,17 @@ BI_INLINE F16 mul(F16 a, F16 b) { BI_LANES(a.v[i] * b.v[i]); }
 BI_INLINE F16 div(F16 a, F16 b) { BI_LANES(a.v[i] / b.v[i]); }
 BI_INLINE F16 fma(F16 a, F16 b, F16 c) { BI_LANES(a.v[i] * b.v[i] + c.v[i]); }
 BI_INLINE F16 max(F16 a, F16 b) { BI_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-// Adding and taking away 1.5 * 2^23 rounds to nearest even for |x| < 2^22; larger values (masked scores) pass.
-BI_INLINE F16 round(F16 a) { BI_LANES(std::fabs(a.v[i]) < 4194304.f ? (a.v[i] + 12582912.f) - 12582912.f : a.v[i]); }
-BI_INLINE F16 times_power_of_2(F16 x, F16 e) {
+// Adding and taking away 1.5 * 2^23 rounds to nearest for |x| < 2^22; larger values (masked scores) pass.
+BI_INLINE float whole_part(float x) {
+  float near = std::fabs(x) < 4194304.f ? (x + 12582912.f) - 12582912.f : x;
+  return near > x ? near - 1.f : near;
+}
+BI_INLINE F16 fraction(F16 a) { BI_LANES(a.v[i] - whole_part(a.v[i])); }
+BI_INLINE F16 times_power_of_floor(F16 x, F16 e) {
   F16 out;
   for (int i = 0; i < 16; i++) {
     float clamped = e.v[i] > -127.f ? e.v[i] : -127.f;
-    uint32_t bits = (uint32_t)((int32_t)clamped + 127) << 23;
+    uint32_t bits = (uint32_t)((int32_t)whole_part(clamped) + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
     out.v[i] = x.v[i] * power;
@@ -271,18 +315,45 @@ BI_INLINE F16 load_widen(const bf16* p) { BI_LANES(widen(p[i])); }
 BI_INLINE void prefetch(const void*) {}
 #endif
 
-// 2^x to about 2e-7 relative (minimax on [-0.5, 0.5]); 0 far below, so that masked scores vanish.
+#if !BI_AVX512
+BI_INLINE void transpose(F16 (&x)[16]) {
+  uint32_t lanes[16][16], turned[16][16];
+  for (int i = 0; i < 16; i++) memcpy(lanes[i], &x[i], 64);
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) turned[j][i] = lanes[i][j];
+  for (int i = 0; i < 16; i++) memcpy(&x[i], turned[i], 64);
+}
+BI_INLINE void store_halves(bf16* p, const bf16* values, bool high) {
+  for (int i = 0; i < 16; i++) p[2 * i + high] = values[i];
+}
+#endif
+
+// 2^x to about 2e-7 relative (minimax on [0, 1), exact at 0); 0 far below, so that masked scores vanish.
 BI_INLINE F16 exp2(F16 x) {
-  F16 whole = round(x), part = sub(x, whole);
-  F16 p = splat(1.5403530e-4f);
-  p = fma(p, part, splat(1.3333558e-3f));
-  p = fma(p, part, splat(9.6181291e-3f));
-  p = fma(p, part, splat(5.5504109e-2f));
-  p = fma(p, part, splat(2.4022651e-1f));
-  p = fma(p, part, splat(6.9314718e-1f));
+  const F16 part = fraction(x);
+  F16 p = splat(1.865033719e-3f);
+  p = fma(p, part, splat(9.022697415e-3f));
+  p = fma(p, part, splat(5.579448357e-2f));
+  p = fma(p, part, splat(2.401666025e-1f));
+  p = fma(p, part, splat(6.931510350e-1f));
   p = fma(p, part, splat(1.f));
-  return times_power_of_2(p, whole);
+  return times_power_of_floor(p, x);
 }
 constexpr float LOG2E = 1.44269504088896340736f;
+
+#if !BI_AVX512
+BI_INLINE F16 rounded(F16 x) {
+  alignas(64) bf16 narrowed[16];
+  store_narrow(narrowed, x);
+  return load_widen(narrowed);
+}
+#endif
+
+BI_INLINE F16 silu(F16 x) {
+  // exp(-x) is kept finite: 2^126 already makes the quotient 0.
+  F16 power = mul(x, splat(-LOG2E));
+  power = where_greater(power, splat(126.f), splat(126.f), power);
+  return div(x, add(splat(1.f), exp2(power)));
+}
 
 }  // namespace batchinfer
