@@ -4,6 +4,7 @@
 
     engine = Engine("smollm2-135m")
     completions = engine.generate(["The capital of France is"], SamplingParams(max_tokens=16))
+    scores = engine.score([("The capital of France is", " Paris")])
 
 The names below are imported at first use, so that `import batchinfer` does not load torch.
 """
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from batchinfer.config import EngineConfig
     from batchinfer.engine.engine import Engine
     from batchinfer.errors import InputError
+    from batchinfer.scoring.api import score
+    from batchinfer.scoring.result import RowScore
     from batchinfer.types import Completion, FinishReason, Prompt, RowError, SamplingParams
 
 # public name -> module that defines it
@@ -30,7 +33,9 @@ _EXPORTS = {
     "InputError": "batchinfer.errors",
     "Prompt": "batchinfer.types",
     "RowError": "batchinfer.types",
+    "RowScore": "batchinfer.scoring.result",
     "SamplingParams": "batchinfer.types",
+    "score": "batchinfer.scoring.api",
 }
 
 __all__ = [
@@ -41,8 +46,10 @@ __all__ = [
     "InputError",
     "Prompt",
     "RowError",
+    "RowScore",
     "SamplingParams",
     "__version__",
+    "score",
 ]
 
 

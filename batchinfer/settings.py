@@ -11,7 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,53 +59,54 @@ class Setting:
         return f"[{self.section}] {self.key}"
 
 
-def _setting(section: str, name: str, kind: Kind, *, key: str | None = None, flag: str | None = None) -> Setting:
+def setting(section: str, name: str, kind: Kind, *, key: str | None = None, flag: str | None = None) -> Setting:
+    """The flag is `name` with dashes unless it is given, and so is the key in the file."""
     return Setting(name, section, key or name, kind, flag or "--" + name.replace("_", "-"))
 
 
 SETTINGS: dict[str, Setting] = {
-    setting.name: setting
-    for setting in (
-        _setting("input", "prompts", "string", flag="PROMPTS"),
-        _setting("input", "prompt_column", "string"),
-        _setting("input", "messages_column", "string"),
-        _setting("input", "id_column", "string"),
-        _setting("input", "priority_column", "string"),
-        _setting("input", "system", "string"),
-        _setting("input", "limit", "integer"),
-        _setting("model", "model", "string", key="name"),
-        _setting("sampling", "max_tokens", "integer"),
-        _setting("sampling", "min_tokens", "integer"),
-        _setting("sampling", "temperature", "number"),
-        _setting("sampling", "top_p", "number"),
-        _setting("sampling", "top_k", "integer"),
-        _setting("sampling", "min_p", "number"),
-        _setting("sampling", "repetition_penalty", "number"),
-        _setting("sampling", "presence_penalty", "number"),
-        _setting("sampling", "frequency_penalty", "number"),
-        _setting("sampling", "seed", "integer"),
-        _setting("sampling", "n", "integer"),
-        _setting("sampling", "stop", "strings"),
-        _setting("sampling", "stop_token_ids", "integers", flag="--stop-token-id"),
-        _setting("sampling", "include_stop", "boolean"),
-        _setting("sampling", "ignore_eos", "boolean"),
-        _setting("sampling", "logprobs", "integer"),
-        _setting("sampling", "logprobs_mode", "string"),
-        _setting("sampling", "prompt_logprobs", "boolean"),
-        _setting("engine", "dtype", "string"),
-        _setting("engine", "device", "string"),
-        _setting("engine", "threads", "integer"),
-        _setting("engine", "max_batch_tokens", "integer"),
-        _setting("engine", "max_num_seqs", "integer"),
-        _setting("engine", "kv_memory", "size"),
-        _setting("engine", "block_size", "integer"),
-        _setting("engine", "policy", "string"),
-        _setting("engine", "prefix_sharing", "boolean", flag="--prefix-sharing/--no-prefix-sharing"),
-        _setting("engine", "max_model_len", "integer"),
-        _setting("output", "output", "string", key="path"),
-        _setting("output", "output_prefix", "string", key="prefix"),
-        _setting("output", "overwrite", "boolean"),
-        _setting("output", "strict", "boolean"),
+    one.name: one
+    for one in (
+        setting("input", "prompts", "string", flag="PROMPTS"),
+        setting("input", "prompt_column", "string"),
+        setting("input", "messages_column", "string"),
+        setting("input", "id_column", "string"),
+        setting("input", "priority_column", "string"),
+        setting("input", "system", "string"),
+        setting("input", "limit", "integer"),
+        setting("model", "model", "string", key="name"),
+        setting("sampling", "max_tokens", "integer"),
+        setting("sampling", "min_tokens", "integer"),
+        setting("sampling", "temperature", "number"),
+        setting("sampling", "top_p", "number"),
+        setting("sampling", "top_k", "integer"),
+        setting("sampling", "min_p", "number"),
+        setting("sampling", "repetition_penalty", "number"),
+        setting("sampling", "presence_penalty", "number"),
+        setting("sampling", "frequency_penalty", "number"),
+        setting("sampling", "seed", "integer"),
+        setting("sampling", "n", "integer"),
+        setting("sampling", "stop", "strings"),
+        setting("sampling", "stop_token_ids", "integers", flag="--stop-token-id"),
+        setting("sampling", "include_stop", "boolean"),
+        setting("sampling", "ignore_eos", "boolean"),
+        setting("sampling", "logprobs", "integer"),
+        setting("sampling", "logprobs_mode", "string"),
+        setting("sampling", "prompt_logprobs", "boolean"),
+        setting("engine", "dtype", "string"),
+        setting("engine", "device", "string"),
+        setting("engine", "threads", "integer"),
+        setting("engine", "max_batch_tokens", "integer"),
+        setting("engine", "max_num_seqs", "integer"),
+        setting("engine", "kv_memory", "size"),
+        setting("engine", "block_size", "integer"),
+        setting("engine", "policy", "string"),
+        setting("engine", "prefix_sharing", "boolean", flag="--prefix-sharing/--no-prefix-sharing"),
+        setting("engine", "max_model_len", "integer"),
+        setting("output", "output", "string", key="path"),
+        setting("output", "output_prefix", "string", key="prefix"),
+        setting("output", "overwrite", "boolean"),
+        setting("output", "strict", "boolean"),
     )
 }
 
@@ -133,24 +134,28 @@ class JobSettings:
     strict: bool = False
 
 
-def load_config(path: Path) -> dict[str, Any]:
-    """Values of a TOML file by setting name. Raises InputError naming the file and the key at fault."""
+def load_config(path: Path, settings: Mapping[str, Setting] = SETTINGS) -> dict[str, Any]:
+    """Values of a TOML file by setting name. Raises InputError naming the file and the key at fault.
+
+    Args:
+        settings: that the command has.
+    """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read --config {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"--config {path} is not valid TOML: {error}") from error
-    by_place = {(setting.section, setting.key): setting for setting in SETTINGS.values()}
-    sections = list(dict.fromkeys(setting.section for setting in SETTINGS.values()))
+    by_place = {(setting.section, setting.key): setting for setting in settings.values()}
+    sections = list(dict.fromkeys(setting.section for setting in settings.values()))
     values: dict[str, Any] = {}
     for section, content in document.items():
         if section not in sections or not isinstance(content, dict):
-            raise InputError(_unknown_section(path, section, isinstance(content, dict), sections))
+            raise InputError(_unknown_section(path, section, isinstance(content, dict), settings))
         for key, value in content.items():
             setting = by_place.get((section, key))
             if setting is None:
-                raise InputError(_unknown_key(path, section, key))
+                raise InputError(_unknown_key(path, section, key, settings))
             values[setting.name] = _typed(setting, value, path)
     return values
 
@@ -162,7 +167,7 @@ def job_settings(
 
     Raises InputError naming the flag or the key in the file whose value is missing or impossible.
     """
-    source = _Origins(flags, config_path)
+    source = Origins(flags, config_path)
     merged = {**config, **flags}
     for name in ("prompts", "model") + (("output",) if needs_output else ()):
         if not merged.get(name):
@@ -172,7 +177,7 @@ def job_settings(
         raise InputError(f"{source('limit')} must be at least 1, got {merged['limit']}")
     if merged.get("prompt_column") and merged.get("messages_column"):
         raise InputError(f"give either {source('prompt_column')} or {source('messages_column')}, not both")
-    engine = _engine_config(merged, source)
+    engine = engine_config(merged, source)
     if merged.get("priority_column") and engine.policy != "priority":
         raise InputError(f"{source('priority_column')} has no effect with --policy {engine.policy}; use priority")
     others = {name: merged[name] for name in _OTHER_NAMES if name in merged}
@@ -190,18 +195,20 @@ _OTHER_NAMES = {field.name for field in fields(JobSettings)} - {"prompts", "mode
 
 
 @dataclass(frozen=True)
-class _Origins:
+class Origins:
     """Says where a setting's value was given, for messages."""
 
     flags: Mapping[str, Any]
     config_path: Path | None
+    settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
 
     def __call__(self, name: str) -> str:
-        setting = SETTINGS[name]
+        setting = self.settings[name]
         return setting.flag if name in self.flags else f"{self.config_path} {setting.config_name}"
 
 
-def _engine_config(merged: Mapping[str, Any], origin: _Origins) -> EngineConfig:
+def engine_config(merged: Mapping[str, Any], origin: Origins) -> EngineConfig:
+    """Raises InputError naming the flag or the key in the file whose value is impossible."""
     values: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
         if setting.section != "engine" or name not in merged:
@@ -216,7 +223,7 @@ def _engine_config(merged: Mapping[str, Any], origin: _Origins) -> EngineConfig:
     return EngineConfig(**values)
 
 
-def _sampling_layers(flags: Mapping[str, Any], config: Mapping[str, Any], origin: _Origins) -> SamplingLayers:
+def _sampling_layers(flags: Mapping[str, Any], config: Mapping[str, Any], origin: Origins) -> SamplingLayers:
     names = SamplingParams.names()
     layers = SamplingLayers(
         flags={name: flags[name] for name in names if name in flags},
@@ -257,9 +264,10 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
-def _unknown_section(path: Path, name: str, is_table: bool, sections: list[str]) -> str:
+def _unknown_section(path: Path, name: str, is_table: bool, settings: Mapping[str, Setting]) -> str:
+    sections = list(dict.fromkeys(s.section for s in settings.values()))
     what = f"unknown section [{name}]" if is_table else f"{name!r} stands outside any section"
-    places = [s.config_name for s in SETTINGS.values() if name in (s.key, s.name)]
+    places = [s.config_name for s in settings.values() if name in (s.key, s.name)]
     near = difflib.get_close_matches(name, sections, n=1)
     if places:
         hint = f"it belongs in {places[0]}"
@@ -270,10 +278,10 @@ def _unknown_section(path: Path, name: str, is_table: bool, sections: list[str])
     return f"{path}: {what}; {hint}"
 
 
-def _unknown_key(path: Path, section: str, key: str) -> str:
+def _unknown_key(path: Path, section: str, key: str, settings: Mapping[str, Setting]) -> str:
     """Names the nearest key of the same section, else one of the same name elsewhere."""
-    keys = [s.key for s in SETTINGS.values() if s.section == section]
-    elsewhere = [s.config_name for s in SETTINGS.values() if key in (s.key, s.name)]
+    keys = [s.key for s in settings.values() if s.section == section]
+    elsewhere = [s.config_name for s in settings.values() if key in (s.key, s.name)]
     near = difflib.get_close_matches(key, keys, n=1)
     if elsewhere:
         hint = f"it is {elsewhere[0]}"

@@ -32,6 +32,7 @@ class EngineCounts(Protocol):
 
     num_rows: int
     num_rows_done: int
+    num_rows_failed: int
     num_seqs_running: int
     num_seqs_waiting: int
     num_prompt_tokens: int

@@ -45,6 +45,9 @@ class ErrorCode(StrEnum):
     INVALID_MESSAGES = "invalid_messages"  # the chat template refused them, a role is missing, ...
     INVALID_PARAMS = "invalid_params"  # the row's own sampling parameters
     NON_FINITE_LOGITS = "non_finite_logits"
+    NOTHING_TO_SCORE = "nothing_to_score"  # empty, or a lone token without context; no failure
+    NO_OUTPUT = "no_output"  # a row of a run that has no output to score
+    PROMPT_DIFFERS = "prompt_differs"  # not the prompt or the vocabulary that the run had
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.config import EngineConfig
 from batchinfer.models.spec import DecoderSpec, RopeSpec
@@ -44,9 +45,17 @@ class FakeTokenizer:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     chat_template: str | None = "role: content"
+    special_ids: frozenset[int] = frozenset()
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[TokenIds]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def encode_with_ends(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[tuple[TokenIds, npt.NDArray[np.int32]]]:
+        num_bytes = [[len(char.encode()) for char in text] for text in texts]
+        ends = [np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32), counts) for counts in num_bytes]
+        return list(zip(self.encode_batch(texts), ends, strict=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", "replace")
@@ -58,8 +67,8 @@ class FakeTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> TokenIds:
         return self.encode_batch([self.render_chat(messages, add_generation_prompt=add_generation_prompt)])[0]
 
-    def special_ids(self) -> frozenset[int]:
-        return frozenset()
+    def render_chat_turns(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        return None
 
     def digest(self) -> str:
         return "tokenizer-digest"

@@ -22,6 +22,7 @@ from batchinfer.cli.eval import eval_
 from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
+from batchinfer.cli.score import score
 from batchinfer.errors import InputError, KernelsWarning
 from batchinfer.interrupt import Interrupted
 from batchinfer.version import __version__
@@ -112,6 +113,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Commands", cls=Command)(run)
 app.command("eval", rich_help_panel="Commands", cls=Command)(eval_)
+app.command(rich_help_panel="Commands", cls=Command)(score)
 app.command(rich_help_panel="Commands", cls=Command)(plan)
 app.command(rich_help_panel="Commands", cls=Command)(bench)
 app.command(rich_help_panel="Commands", cls=Command)(doctor)

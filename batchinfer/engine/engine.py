@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     import datasets
     import pandas as pd
 
+    from batchinfer.scoring.api import Scorable
+    from batchinfer.scoring.result import RowScore
+
 #: Part of the free memory that the KV pool may take when nobody says how much.
 KV_SHARE = 0.5
 
@@ -286,6 +289,30 @@ class Engine:
         from batchinfer.pipeline import generate_dataset
 
         return generate_dataset(self, dataset, params, **columns)
+
+    def score(self, inputs: Sequence[Scorable], **options: Any) -> list[RowScore]:
+        """Log-likelihoods of given texts, teacher-forced. What they have in common is computed once.
+
+        Args:
+            inputs: any mix of texts; lists of token ids; pairs (context, continuation) of two texts or two
+                lists of ids, of which the continuation is scored; lists of chat messages. None is a row's error.
+            turns: of chats: "assistant", what the assistant says; or "all".
+            system: system message for chats that have none.
+            bos: a beginning-of-sequence token as context, never scored: "auto", as the tokenizer does;
+                "always"; or "never".
+            window, stride: see scoring.windows.Window. None: the model's context, and windows side by side.
+            token_logprobs, entropies: keep these of each token. Default: log-probabilities alone.
+
+        Returns:
+            A RowScore for each input, in order. One that cannot be scored has `error` set.
+
+        Raises:
+            ValueError: for something that is none of these.
+            InputError: for an option that cannot work.
+        """
+        from batchinfer.scoring.api import score_inputs
+
+        return score_inputs(self, inputs, **options)
 
 
 def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, kernels: str, max_model_len: int) -> LanguageModel:

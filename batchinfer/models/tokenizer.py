@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.models.chat import ChatTemplate
 from batchinfer.types import Messages, TokenIds
@@ -55,6 +56,26 @@ class Tokenizer:
         rows = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         return [self._one_bos(text, ids) for text, ids in zip(texts, rows, strict=True)] if add_special_tokens else rows
 
+    def encode_with_ends(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[tuple[TokenIds, npt.NDArray[np.int32]]]:
+        """As encode_batch, with the number of characters of the text up to each token's end, [num_tokens] int32.
+
+        Token i holds the characters [ends[i - 1], ends[i]), whitespace that tokenizers leave out of a token's
+        place included. Tokens that are added hold none; of a character's several tokens each ends behind it.
+        """
+        try:
+            encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as e:
+            raise ValueError(_not_unicode(texts)) from e
+        rows = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            all_ids = np.array(encoding.ids, dtype=np.int32)
+            ids = self._one_bos(text, all_ids) if add_special_tokens else all_ids
+            ends = np.array([end for _, end in encoding.offsets], dtype=np.int32)[len(all_ids) - len(ids) :]
+            rows.append((ids, np.maximum.accumulate(ends)))
+        return rows
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids the tokenizer does not know (padded vocabularies) decode to nothing."""
         known = [int(i) for i in ids if 0 <= i < self.num_ids]
@@ -70,6 +91,14 @@ class Tokenizer:
         """Ids of the rendered messages; the template writes the special tokens, so none are added."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode_batch([text], add_special_tokens=False)[0]
+
+    def render_chat_turns(self, messages: Messages) -> tuple[str, list[tuple[int, int]]] | None:
+        """The rendered messages and the characters of the assistant's turns, where the template marks them.
+
+        None if it does not: it has no `{% generation %}` blocks, or they are not plain text in it.
+        Raises ValueError as render_chat.
+        """
+        return None if self._chat is None else self._chat.render_turns(messages)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.types import Completion
+from batchinfer.types import Completion, RowError
+
+_Values = Sequence[Any] | npt.NDArray[Any]
 
 
 def build_column(name: str, type_: pa.DataType, completions: Sequence[Completion]) -> pa.Array:
@@ -23,11 +25,15 @@ def _plain(get: Callable[[Completion], Any]) -> Callable[[Sequence[Completion], 
 
 
 def _lists(get: Callable[[Completion], Any]) -> Callable[[Sequence[Completion], pa.DataType], pa.Array]:
-    return lambda completions, type_: _list_array([get(c) for c in completions], type_)
+    return lambda completions, type_: list_column([get(c) for c in completions], type_)
 
 
-def _list_array(lists: Sequence[Sequence[Any] | None], type_: pa.DataType) -> pa.Array:
-    values = pa.array(list(chain.from_iterable(items or () for items in lists)), type=type_.value_type)
+def list_column(lists: Sequence[_Values | None], type_: pa.DataType) -> pa.Array:
+    """An array of lists; None is null. The lists may be numpy arrays, all or none of them."""
+    if any(isinstance(items, np.ndarray) for items in lists):
+        values = pa.array(np.concatenate([items for items in lists if items is not None]), type=type_.value_type)
+    else:
+        values = pa.array(list(chain.from_iterable(items or () for items in lists)), type=type_.value_type)
     return pa.ListArray.from_arrays(_offsets(lists), values, type=type_, mask=_is_null(lists))
 
 
@@ -47,15 +53,14 @@ def _top_logprobs(completions: Sequence[Completion], type_: pa.DataType) -> pa.A
     return pa.ListArray.from_arrays(_offsets(tokens), inner, type=type_, mask=_is_null(tokens))
 
 
-def _errors(completions: Sequence[Completion], type_: pa.DataType) -> pa.Array:
-    errors = [c.error for c in completions]
+def error_column(errors: Sequence[RowError | None], type_: pa.DataType) -> pa.Array:
     code = pa.array([e.code.value if e else None for e in errors], type=type_.field("code").type)
     message = pa.array([e.message if e else None for e in errors], type=type_.field("message").type)
     return pa.StructArray.from_arrays([code, message], fields=list(type_), mask=_is_null(errors))
 
 
-def _offsets(lists: Iterable[Sequence[Any] | None]) -> pa.Array:
-    lengths = [0, *(len(items) if items else 0 for items in lists)]
+def _offsets(lists: Iterable[_Values | None]) -> pa.Array:
+    lengths = [0, *(0 if items is None else len(items) for items in lists)]
     return pa.array(np.cumsum(lengths, dtype=np.int32))
 
 
@@ -87,5 +92,5 @@ _BUILDERS: dict[str, Callable[[Sequence[Completion], pa.DataType], pa.Array]] = 
     "logprobs": _lists(lambda c: None if c.error else c.logprobs),
     "top_logprobs": _top_logprobs,
     "prompt_logprobs": _lists(lambda c: None if c.error else c.prompt_logprobs),
-    "error": _errors,
+    "error": lambda completions, type_: error_column([c.error for c in completions], type_),
 }

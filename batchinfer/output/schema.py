@@ -16,7 +16,7 @@ from batchinfer.output.storage import storage_type
 METADATA_KEY = b"batchinfer"
 
 _TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
-_ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
+ERROR_TYPE = pa.struct([("code", pa.string()), ("message", pa.string())])
 _OPTIONAL = ("logprobs", "top_logprobs", "prompt_logprobs")
 _COLUMNS: dict[str, pa.DataType] = {
     "sample_index": pa.int32(),
@@ -30,7 +30,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "logprobs": pa.list_(pa.float32()),
     "top_logprobs": pa.list_(pa.list_(_TOP_LOGPROB)),
     "prompt_logprobs": pa.list_(pa.float32()),
-    "error": _ERROR,
+    "error": ERROR_TYPE,
 }
 
 
@@ -57,6 +57,13 @@ def output_schema(
         prompt_logprobs=prompt_logprobs,
         prefix=prefix,
     )
+    return extended_schema(input_schema, fields, metadata)
+
+
+def extended_schema(
+    input_schema: pa.Schema, fields: list[pa.Field], metadata: Mapping[str, str] | None = None
+) -> pa.Schema:
+    """`input_schema` unchanged, then `fields` from added_fields, as in output_schema. Raises InputError as it does."""
     for field in input_schema:
         _check_can_be_written(field)
     merged = dict(input_schema.metadata or {})
@@ -71,10 +78,21 @@ def result_fields(
 ) -> list[pa.Field]:
     """One field per result, as in output_schema. Raises InputError if an input column has one of their names."""
     wanted = {"logprobs": logprobs, "top_logprobs": top_logprobs, "prompt_logprobs": prompt_logprobs}
+    return added_fields(
+        {name: type_ for name, type_ in _COLUMNS.items() if wanted.get(name, True)}, input_names, prefix
+    )
+
+
+def added_fields(
+    columns: Mapping[str, pa.DataType], input_names: Collection[str], prefix: str = "", kind: str = ""
+) -> list[pa.Field]:
+    """A field for each result of `columns`, which says in its metadata what it holds: `kind` + its name.
+
+    Raises InputError if an input column has one of their names.
+    """
     fields = [
-        pa.field(prefix + name, type_, metadata={METADATA_KEY: name.encode()})
-        for name, type_ in _COLUMNS.items()
-        if wanted.get(name, True)
+        pa.field(prefix + name, type_, metadata={METADATA_KEY: (kind + name).encode()})
+        for name, type_ in columns.items()
     ]
     taken = [field.name for field in fields if field.name in input_names]
     if taken:

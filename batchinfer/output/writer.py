@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import InputError
-from batchinfer.output.arrays import build_column, num_bytes
+from batchinfer.output import arrays
 from batchinfer.output.schema import METADATA_KEY
 from batchinfer.output.storage import storage_schema
-from batchinfer.types import Completion
 
 _Rows = npt.NDArray[np.int64]
 
@@ -29,6 +29,26 @@ _GROUP_BYTES = 128 * 2**20
 _GROUP_ROWS = 65_536
 _MIN_GROUP_ROWS = 256
 _MAX_TAKE_BYTES = 2**30  # Arrow's 32-bit offsets end at 2 GiB
+
+
+class Result(Protocol):
+    """One output row."""
+
+    @property
+    def row_index(self) -> int: ...
+
+    @property
+    def sample_index(self) -> int: ...
+
+
+class ResultColumns(Protocol):
+    """How results become columns."""
+
+    def build_column(self, name: str, type_: pa.DataType, results: Sequence[Any]) -> pa.Array:
+        """The result `name` of each, an array of `type_`."""
+
+    def num_bytes(self, results: Sequence[Any]) -> npt.NDArray[np.int64]:
+        """[num_results] about what each takes in Arrow."""
 
 
 class OutputError(OSError):
@@ -65,47 +85,52 @@ class ParquetOutput:
         path: where the file goes; a symbolic link is followed.
         schema: from output_schema(): the columns of the windows' tables, then the results.
         overwrite: replace a file that is there, at commit.
+        columns: of the results; None: of completions.
     Raises:
         InputError: the output exists or cannot be written, as check_output.
         OutputError: of the methods: a write failed; the temporary file is gone then.
     """
 
-    def __init__(self, path: Path | str, schema: pa.Schema, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path | str, schema: pa.Schema, overwrite: bool = False, columns: ResultColumns | None = None
+    ) -> None:
         check_output(path, overwrite)
         self._path = Path(path)
         self._schema = schema
         self._stored_schema = storage_schema(schema)
         self._overwrite = overwrite
+        self._columns: ResultColumns = arrays if columns is None else columns
         self._temporary = _temporary_beside(self._path)
         self._num_rows = 0
         self._writer: pq.ParquetWriter | None = None
         with self._cleaned_up_on_error():
             self._writer = pq.ParquetWriter(self._temporary, self._stored_schema, compression="zstd")
 
-    def write_window(self, table: pa.Table, first_row_index: int, completions: Iterable[Completion]) -> None:
+    def write_window(self, table: pa.Table, first_row_index: int, results: Iterable[Result]) -> None:
         """Append the rows of `table`, one output row per sample.
 
-        `table` holds input rows from `first_row_index` on; windows come in input order. Completions
+        `table` holds input rows from `first_row_index` on; windows come in input order. Results (completions)
         may come in any order; every row has its samples 0, 1, ..., n - 1.
         """
         assert self._writer is not None, "the output is closed"
         assert first_row_index == self._num_rows, f"rows from {self._num_rows} are next, got {first_row_index}"
         assert table.schema.equals(pa.schema(list(self._schema)[: table.num_columns])), "not the input's columns"
-        ordered = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
+        ordered = sorted(results, key=lambda c: (c.row_index, c.sample_index))
         rows = np.array([c.row_index for c in ordered], dtype=np.int64) - first_row_index
         _check_complete(rows, [c.sample_index for c in ordered], table.num_rows)
         self._num_rows += table.num_rows
         table = _as_stored(table, self._stored_schema)
         with self._cleaned_up_on_error():
-            for start, stop in _groups(table, rows, ordered):
+            for start, stop in _groups(table, rows, self._columns.num_bytes(ordered)):
                 columns = _take(table, rows[start:stop])
                 columns += self._result_columns(table.num_columns, ordered[start:stop])
                 group = pa.Table.from_arrays(columns, schema=self._stored_schema)
                 self._writer.write_table(group, row_group_size=_GROUP_ROWS)
 
-    def _result_columns(self, num_input_columns: int, completions: Sequence[Completion]) -> list[pa.Array]:
+    def _result_columns(self, num_input_columns: int, results: Sequence[Result]) -> list[pa.Array]:
         fields = list(self._schema)[num_input_columns:]
-        return [build_column(field.metadata[METADATA_KEY].decode(), field.type, completions) for field in fields]
+        build_column = self._columns.build_column
+        return [build_column(field.metadata[METADATA_KEY].decode(), field.type, results) for field in fields]
 
     def commit(self, finish_metadata: Mapping[str, str] | None = None) -> None:
         """Make the file durable and give it its name; `finish_metadata` goes over the schema's metadata."""
@@ -185,9 +210,9 @@ def _check_complete(rows: _Rows, sample_indices: Sequence[int], num_rows: int) -
         previous = row
 
 
-def _groups(table: pa.Table, rows: _Rows, completions: Sequence[Completion]) -> Iterator[tuple[int, int]]:
-    """Ranges of completions that become one row group each."""
-    result_bytes = np.concatenate([[0], np.cumsum(num_bytes(completions))])
+def _groups(table: pa.Table, rows: _Rows, num_bytes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of results, each of `num_bytes`, that become one row group each."""
+    result_bytes = np.concatenate([[0], np.cumsum(num_bytes)])
 
     def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
         count = stop - start
@@ -203,8 +228,8 @@ def _groups(table: pa.Table, rows: _Rows, completions: Sequence[Completion]) -> 
         else:
             yield start, stop
 
-    if len(completions):
-        yield from split(0, len(completions))
+    if len(rows):
+        yield from split(0, len(rows))
 
 
 def _num_slice_bytes(column: pa.ChunkedArray) -> int:

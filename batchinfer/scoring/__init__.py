@@ -1,0 +1,1 @@
+"""Teacher-forced scores of given texts: log-likelihoods, perplexities, divergences of two models."""
