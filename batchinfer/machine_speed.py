@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from batchinfer.kernels.cpu.choice import TORCH
-from batchinfer.models.decoder import zeroed_pages
 
 BYTES_READ = 256 << 20  # beyond any cache
 #: (rows, outputs, inputs) of products at which kernels come near their best.
@@ -78,7 +77,7 @@ def _best_flops(products: Iterable[Callable[[], object]], device: torch.device) 
 
 
 def _read_rate(kernels: str, num_bytes: int, device: torch.device) -> float:
-    data = zeroed_pages((num_bytes // 4,), torch.float32, device).fill_(1.0)  # huge pages, as the KV pool has
+    data = torch.ones(num_bytes // 4, device=device)
     parts = [data[: int(len(data) * share)] for share in _READ_SHARES]
     rates = [part.nbytes / _best_s(part.sum, device) for part in parts]
     outputs, inputs = data.nbytes // (2 * 16 * 2048) * 16, 2048

@@ -59,6 +59,8 @@ class JobCost:
 
     matmul_flops: 2 * weights of the linear layers of the blocks * computed tokens.
     attention_flops: sum over computed tokens and layers of 4 * num_heads * head_dim * c.
+        In the last layer a token that nothing is drawn from needs its key and value and no more: neither
+        the layer's other weights nor its attention count for it.
     lm_head_flops: 2 * hidden_size * vocab_size * sampled tokens.
     num_steps: the least there can be: the greatest of computed tokens / max_batch_tokens, sampled
         tokens / max_num_seqs (both rounded up) and the longest max_tokens.
@@ -165,9 +167,13 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 def _num_linear_weights(spec: DecoderSpec) -> int:
     """Weights of the matrices in all blocks."""
+    return spec.num_layers * _num_layer_weights(spec)
+
+
+def _num_layer_weights(spec: DecoderSpec) -> int:
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * spec.hidden_size
     o = spec.num_heads * spec.head_dim * spec.hidden_size
-    return spec.num_layers * (qkv + o + 3 * spec.intermediate_size * spec.hidden_size)
+    return qkv + o + 3 * spec.intermediate_size * spec.hidden_size
 
 
 def _num_block_parameters(spec: DecoderSpec) -> int:
@@ -227,17 +233,20 @@ class _Work:
     begin: Int64s  # [M]; prompt positions [begin, end) are computed, for each of M pieces of prompts
     end: Int64s  # [M]
     kv_reads: int  # KV positions read by prompt chunks and, of the prompts, by decoding
+    lengths: Int64s  # [E]; of the prompts, from whose last token a first one is drawn
 
     @classmethod
     def shared(cls, tree: PrefixTree, samples: _Samples, max_batch_tokens: int) -> _Work:
         kv_reads = _chunk_reads(tree.start, tree.end, max_batch_tokens) + _shared_decode_reads(tree, samples)
-        return cls(tree.start, tree.end, kv_reads)
+        lengths = tree.end[np.unique(tree.node_of_row)]
+        return cls(tree.start, tree.end, kv_reads, lengths[lengths > 0])
 
     @classmethod
     def unshared(cls, samples: _Samples, max_batch_tokens: int) -> _Work:
         begin = np.zeros_like(samples.num_prompt)
         decode_reads = int((samples.num_prompt * (samples.num_outputs - 1)).sum())
-        return cls(begin, samples.num_prompt, _chunk_reads(begin, samples.num_prompt, max_batch_tokens) + decode_reads)
+        kv_reads = _chunk_reads(begin, samples.num_prompt, max_batch_tokens) + decode_reads
+        return cls(begin, samples.num_prompt, kv_reads, samples.num_prompt[samples.num_prompt > 0])
 
 
 def _chunk_reads(begin: Int64s, end: Int64s, chunk: int) -> int:
@@ -274,12 +283,17 @@ def _cost(work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, m
     num_sampling_steps = max(-(-num_sampled // samples.group_size), int(samples.num_outputs.max(initial=0)))
     num_steps = max(-(-num_computed // max_batch_tokens), num_sampling_steps)
     decode_end = samples.num_prompt + samples.num_outputs - 1
+    *windows, last_window = spec.sliding_windows
     contexts = sum(
         num_layers * (_context_sum(work.begin, work.end, window) + _context_sum(samples.num_prompt, decode_end, window))
-        for window, num_layers in Counter(spec.sliding_windows).items()
+        for window, num_layers in Counter(windows).items()
     )
+    contexts += _context_sum(work.lengths - 1, work.lengths, last_window)
+    contexts += _context_sum(samples.num_prompt, decode_end, last_window)
+    num_drawn_from = len(work.lengths) + num_decode
     head_weights = spec.hidden_size * spec.vocab_size
-    matmul = 2 * _num_linear_weights(spec) * num_computed
+    skipped = _num_layer_weights(spec) - 2 * spec.num_kv_heads * spec.head_dim * spec.hidden_size  # of the last layer
+    matmul = 2 * (_num_linear_weights(spec) * num_computed - skipped * (num_computed - num_drawn_from))
     attention = 4 * spec.num_heads * spec.head_dim * contexts
     lm_head = 2 * head_weights * num_sampled
     kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes

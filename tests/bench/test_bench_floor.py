@@ -17,7 +17,8 @@ from batchinfer.types import Completion, Prompt, RowError, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
 # Weights of a layer: q, k and v, o, three of the MLP; see TINY_SPEC.
-LINEAR = 2 * (16 * (2 + 2) * 8 + 16 * 16 + 3 * 16 * 32)
+LAYER = 16 * (2 + 2) * 8 + 16 * 16 + 3 * 16 * 32
+KV_WEIGHTS = 16 * 2 * 8
 SPEED = MachineSpeed(read_bytes_per_s=1e6, torch_flops=1e9, kernels_flops=2e9)
 
 
@@ -36,7 +37,8 @@ def test_each_part_takes_the_longer_of_arithmetic_and_memory() -> None:
     cost = planned(prompts_of("abcd", "abce"), {(0, 0): 8, (1, 0): 8}).with_sharing
     floor = floor_of(cost, SPEED)
     matmul, attention, head = floor.parts
-    assert matmul.flops == 2 * LINEAR * (5 + 2 * 7)
+    # 5 prompt tokens, 3 of which nothing is drawn from, and 7 outputs that are computed of each.
+    assert matmul.flops == 2 * (2 * LAYER * (5 + 2 * 7) - 3 * (LAYER - KV_WEIGHTS))
     assert (attention.flops, head.flops) == (cost.attention_flops, 2 * 16 * 256 * 16)
     assert head.bytes == 4 * 16 * 256 * 8  # the lm_head in each of 8 steps
     assert matmul.bytes + attention.bytes + head.bytes == cost.bytes

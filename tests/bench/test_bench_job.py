@@ -52,9 +52,11 @@ def test_counts_seconds_and_floor(tmp_path: Path) -> None:
     value = strict_json(bench(tmp_path, [SHARED + "a", SHARED + "b", SHARED + "b", None], threads=1))
     assert (value["num_rows_ok"], value["num_rows_failed"], value["failed_by_code"]) == (3, 1, {"prompt_null": 1})
     assert (value["num_output_tokens"], value["num_unique_prompt_tokens"]) == (24, len(SHARED) + 2)
-    # The duplicate is neither computed nor due: 37 prompt tokens and two samples of 7 more.
-    linear = 2 * (48 * 10 * 16 + 96 * 48 + 3 * 48 * 80)
-    assert value["parts"]["matmul"]["flops"] == 2 * linear * (len(SHARED) + 2 + 2 * 7)
+    # The duplicate is neither computed nor due: 37 prompt tokens and two samples of 7 more. In the second of two
+    # layers the shared tokens need their keys and values only.
+    layer, kv = 48 * 10 * 16 + 96 * 48 + 3 * 48 * 80, 48 * 4 * 16
+    num_computed = len(SHARED) + 2 + 2 * 7
+    assert value["parts"]["matmul"]["flops"] == 2 * (2 * layer * num_computed - (layer - kv) * len(SHARED))
     assert value["generation_s"] == pytest.approx(sum(value["seconds"].values()) - value["seconds"]["load"])
     assert value["share_of_optimum"] == pytest.approx(value["floor"]["seconds"] / value["generation_s"])
     assert sum(part["share"] for part in value["parts"].values()) == pytest.approx(value["share_of_optimum"])

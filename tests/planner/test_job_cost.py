@@ -35,7 +35,9 @@ SPEC = DecoderSpec(
     sliding_windows=(None, 3, None),
     dtype=None,
 )
-LINEAR = 3 * (6 * (4 + 2 * 2) * 5 + 4 * 5 * 6 + 3 * 6 * 7)
+LAYER = 6 * (4 + 2 * 2) * 5 + 4 * 5 * 6 + 3 * 6 * 7
+LINEAR = 3 * LAYER
+KV_WEIGHTS = 6 * (2 * 2) * 5  # of a layer
 KV_BYTES = 3 * 2 * 2 * 5 * 2  # layers, k and v, heads, channels, bytes
 
 jobs = st.lists(
@@ -67,12 +69,8 @@ def prefixes(prompts: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return {prompt[:length] for prompt in prompts for length in range(1, len(prompt) + 1)}
 
 
-def attention_flops(positions: list[int]) -> int:
-    return sum(
-        4 * 4 * 5 * min(p + 1, window if window is not None else p + 1)
-        for p in positions
-        for window in SPEC.sliding_windows
-    )
+def attention_flops(positions: list[int], windows: tuple[int | None, ...]) -> int:
+    return sum(4 * 4 * 5 * min(p + 1, window if window is not None else p + 1) for p in positions for window in windows)
 
 
 def decode_positions(job: Job) -> list[int]:
@@ -87,11 +85,20 @@ def test_flops_equal_sums_over_positions(job: Job) -> None:
     decode = decode_positions(job)
     shared = [len(prefix) - 1 for prefix in prefixes([prompt for prompt, _ in samples])]
     unshared = [p for prompt, _ in samples for p in range(len(prompt))]
-    for cost, prompt_positions in ((plan.with_sharing, shared), (plan.without_sharing, unshared)):
+    shared_ends = [len(prompt) - 1 for prompt in {prompt for prompt, _ in samples if prompt}]
+    unshared_ends = [len(prompt) - 1 for prompt, _ in samples if prompt]
+    for cost, prompt_positions, ends in (
+        (plan.with_sharing, shared, shared_ends),
+        (plan.without_sharing, unshared, unshared_ends),
+    ):
         assert cost.num_prompt_tokens_computed == len(prompt_positions)
         assert cost.num_decode_tokens_computed == len(decode)
-        assert cost.matmul_flops == 2 * LINEAR * (len(prompt_positions) + len(decode))
-        assert cost.attention_flops == attention_flops(prompt_positions + decode)
+        # In the last layer, only tokens that one is drawn from go on after their keys and values.
+        in_all, in_last = prompt_positions + decode, ends + decode
+        weights = (2 * LAYER + KV_WEIGHTS) * len(in_all) + (LAYER - KV_WEIGHTS) * len(in_last)
+        assert cost.matmul_flops == 2 * weights
+        *windows, last = SPEC.sliding_windows
+        assert cost.attention_flops == attention_flops(in_all, tuple(windows)) + attention_flops(in_last, (last,))
         assert cost.lm_head_flops == 2 * 6 * 11 * sum(m for _, m in samples)
         assert cost.flops == cost.matmul_flops + cost.attention_flops + cost.lm_head_flops
 
@@ -197,8 +204,9 @@ def test_figures_beyond_64_bits_do_not_wrap() -> None:
     huge = replace(SPEC, num_layers=126, num_heads=128, head_dim=128, sliding_windows=(None,) * 126)
     tree = build_prefix_tree([np.zeros(1000, np.int32)])
     plan = plan_job(tree, huge, dtype_bytes=2, max_tokens=2_000_000, n=100)
-    contexts = 100 * sum(range(1001, 1000 + 2_000_000)) + sum(range(1, 1001))
-    assert plan.with_sharing.attention_flops == 4 * 128 * 128 * 126 * contexts > 2**63
+    decode, prompt = 100 * sum(range(1001, 1000 + 2_000_000)), sum(range(1, 1001))
+    contexts = 126 * decode + 125 * prompt + 1000  # in the last layer the prompt's last token alone
+    assert plan.with_sharing.attention_flops == 4 * 128 * 128 * contexts > 2**63
 
 
 def test_to_dict_is_json() -> None:
