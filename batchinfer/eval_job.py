@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,13 +66,15 @@ class EvalOutcome:
 
 def run_eval(
     settings: EvalSettings,
-    progress: ProgressReporter | None = None,
+    make_progress: Callable[[], ProgressReporter] = QuietProgress,
     *,
     engine_factory: EngineFactory | None = None,
     resolve: ModelResolver | None = None,
     check_interrupt: Callable[[], None] = lambda: None,
 ) -> EvalOutcome:
     """Run what is to be run, compare, write. Whatever can be checked before the runs is checked before them.
+
+    Each run, and the comparison, has a progress reporter of its own.
 
     Raises:
         InputError: settings, files, columns, models or the output folder are not usable.
@@ -81,7 +84,6 @@ def run_eval(
     from batchinfer.evals.gates import parse_gates
     from batchinfer.evals.output import check_folder, write_comparison
 
-    progress = progress or QuietProgress()
     evaluators = choose_evaluators(settings.metrics, settings.options)
     parse_gates(settings.gates, [name for one in evaluators for name in one.metric_names])
     if settings.output is not None:
@@ -93,14 +95,15 @@ def run_eval(
     else:
         assert settings.before is not None
         assert settings.after is not None
-        paths = _run_models(settings, evaluators, progress, engine_factory, resolve, check_interrupt)
+        paths = _run_models(settings, evaluators, make_progress, engine_factory, resolve, check_interrupt)
         before, after, noise_run = str(paths[0]), str(paths[1]), str(paths[2]) if paths[2] else noise_run
         models = {
             "before_model": settings.before.model,
             "after_model": settings.after.model,
             "engine": settings.before.engine,
         }
-    result = compare_files(settings, before, after, noise_run, progress, check_interrupt, models)
+    with closing(make_progress()) as progress:
+        result = compare_files(settings, before, after, noise_run, progress, check_interrupt, models)
     written = write_comparison(result, settings.output) if settings.output is not None else []
     return EvalOutcome(result, written)
 
@@ -137,7 +140,7 @@ def compare_files(
 def _run_models(
     settings: EvalSettings,
     evaluators: Sequence[Evaluator],
-    progress: ProgressReporter,
+    make_progress: Callable[[], ProgressReporter],
     engine_factory: EngineFactory | None,
     resolve: ModelResolver | None,
     check_interrupt: Callable[[], None],
@@ -166,15 +169,16 @@ def _run_models(
     folder.mkdir(exist_ok=True)
     paths = {}
     for role, run in runs.items():
-        kept = run_or_reuse(
-            run,
-            folder,
-            role,
-            progress,
-            engine_factory=engine_factory,
-            resolve=resolve,
-            check_interrupt=check_interrupt,
-        )
+        with closing(make_progress()) as progress:
+            kept = run_or_reuse(
+                run,
+                folder,
+                role,
+                progress,
+                engine_factory=engine_factory,
+                resolve=resolve,
+                check_interrupt=check_interrupt,
+            )
         paths[role] = kept.path
     return paths["before"], paths["after"], paths.get("noise")
 

@@ -96,8 +96,8 @@ def compare(
     found = _score(evaluators, pairing, context, must_run=metrics is not None)
     floors: dict[str, NoiseFloor] = {}
     if noise is not None:
-        progress("measuring the noise floor")
-        floors = _noise_floors(noise, evaluators, replace(context, after_model=before_model))
+        context = replace(context, after_model=before_model, progress=lambda text: progress(f"noise floor: {text}"))
+        floors = _noise_floors(noise, evaluators, context)
     results = judge(found.measured(pairs, options.seed), floors)
     slices, slice_notices = slice_metrics(found.metrics, pairs, slice_by, options.seed)
     examples = {one.spec.name: worst_and_best(one, pairs) for one in found.metrics if not one.spec.is_derived}

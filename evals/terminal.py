@@ -81,9 +81,12 @@ def _cells(metric: MetricResult) -> list[str]:
 
 
 def _footer(result: ComparisonResult) -> Iterator[str]:
+    metrics_of: dict[str, list[str]] = {}
     for metric in result.metrics:
         if metric.reason and not metric.spec.is_derived:
-            yield f"{metric.name}: {metric.reason}"
+            metrics_of.setdefault(metric.reason, []).append(metric.name)
+    for reason, names in metrics_of.items():
+        yield f"{', '.join(names)}: {reason}"
     for skipped in result.skipped:
         yield f"left out  {skipped.name}: {skipped.reason}"
     for gate in result.gates:

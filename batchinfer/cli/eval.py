@@ -86,12 +86,8 @@ def eval_(
         batchinfer eval prompts.parquet --before smollm2-135m --after mine --output report
     """
     settings = _settings(locals())
-    progress = progress_for(sys.stderr, quiet=quiet)
     with InterruptSignals() as signals:
-        try:
-            outcome = run_eval(settings, progress, check_interrupt=signals.check)
-        finally:
-            progress.close()
+        outcome = run_eval(settings, lambda: progress_for(sys.stderr, quiet=quiet), check_interrupt=signals.check)
     _print(outcome, as_json=json, quiet=quiet)
     return outcome.exit_code
 

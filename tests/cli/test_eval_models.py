@@ -16,6 +16,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from batchinfer.cli.main import app
+from batchinfer.eval_job import EvalSettings, run_eval
+from batchinfer.evals import EvalOptions
+from batchinfer.progress import Snapshot
+from batchinfer.settings import job_settings
 
 QUICK = ("--metrics", "accuracy,diversity,length,win_rate")
 
@@ -173,6 +177,40 @@ def test_the_noise_floor_is_a_run_of_its_own(prompts: Path, model: Path, other_m
     greedy = evaluate(prompts, model, other_model, tmp_path / "greedy", *QUICK, "--noise-floor")
     assert greedy.exit_code == 0, greedy.stderr
     assert {m["noise_floor"]["size"] for m in report(tmp_path / "greedy")["metrics"] if m["noise_floor"]} <= {0.0, None}
+
+
+class Recorder:
+    """A progress reporter: counts of tokens that fall would show as negative rates."""
+
+    def __init__(self) -> None:
+        self.num_tokens: list[int] = []
+        self.is_closed = False
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def update(self, snapshot: Snapshot) -> None:
+        self.num_tokens.append(snapshot.num_output_tokens)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_each_run_has_a_progress_of_its_own(prompts: Path, model: Path, tmp_path: Path) -> None:
+    job = job_settings({"prompts": str(prompts), "model": str(model), "max_tokens": 4}, {}, None, needs_output=False)
+    settings = EvalSettings(
+        EvalOptions(), before=job, after=job, noise_floor=True, metrics=["length"], output=tmp_path / "report"
+    )
+    reporters: list[Recorder] = []
+
+    def make() -> Recorder:
+        reporters.append(Recorder())
+        return reporters[-1]
+
+    run_eval(settings, make)
+    assert [bool(one.num_tokens) for one in reporters] == [True, True, True, False]  # three runs, one comparison
+    assert all(one.num_tokens == sorted(one.num_tokens) for one in reporters)
+    assert all(one.is_closed for one in reporters)
 
 
 def test_chat_rows_and_samples(model: Path, other_model: Path, tmp_path: Path) -> None:
