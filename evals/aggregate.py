@@ -28,6 +28,8 @@ LEVEL = 0.05
 #: With fewer clusters no outcome of the sign-flip test is below LEVEL: 2 / 2^5 = 0.0625.
 MIN_CLUSTERS_TO_TEST = 6
 
+_MAX_REASONS = 20
+
 Clusters = npt.NDArray[np.int64]
 
 
@@ -125,8 +127,8 @@ def estimate(
         confidence=confidence,
         num_resamples=num_resamples,
     )
-    is_plain = spec.kind == "binary" and scores.is_paired and rows.are_independent and not rows.are_weighted
-    if is_plain and spec.summary == "mean" and len(rows.index) > 1:
+    is_share = spec.kind == "binary" and spec.summary == "mean" and scores.is_paired and not rows.are_weighted
+    if is_share and rows.num_clusters > 1:
         intervals = _with_few_events(intervals, rows, confidence, are_outputs_same)
     found = [_estimate(interval) for interval in intervals]
     error = intervals[-1].standard_error
@@ -229,17 +231,20 @@ def _rng(seed: int, *names: str) -> np.random.Generator:
 def _with_few_events(
     intervals: list[Interval], rows: ValidRows, confidence: float, are_outputs_same: bool
 ) -> list[Interval]:
-    n = len(rows.index)
+    """Of clustered rows only where there is no event at all: then each cluster is as good as one row."""
+    n = rows.num_clusters
+    few = FEW_EVENTS if rows.are_independent else 1
     result = []
     for values, interval in zip((rows.before, rows.after), intervals[:2], strict=True):
         num_true = int(values.sum())
-        if min(num_true, n - num_true) < FEW_EVENTS:
-            interval = Interval(interval.value, *wilson(num_true, n, confidence), interval.standard_error)
+        if min(num_true, len(values) - num_true) < few:
+            low, high = wilson(num_true if rows.are_independent else n * (num_true > 0), n, confidence)
+            interval = Interval(interval.value, low, high, interval.standard_error)
         result.append(interval)
     difference = intervals[2]
     only_before = int(np.sum(rows.before > rows.after))
     only_after = int(np.sum(rows.after > rows.before))
-    if only_before + only_after < FEW_EVENTS and not are_outputs_same:
+    if only_before + only_after < few and not are_outputs_same:
         low, high = bonett_price(only_before, only_after, n, confidence)
         error = difference.standard_error or (high - low) / 4
         difference = Interval(difference.value, low, high, error)
@@ -267,8 +272,13 @@ def _compare_rows(scores: MetricScores, rows: ValidRows) -> tuple[int, int, int]
 
 
 def _null_counts(values: RowValues | None) -> dict[str, int]:
+    """The most frequent reasons; a user's function may give each row one of its own."""
     assert values is not None
-    return dict(Counter(values.null_reasons.values()).most_common())
+    counts = Counter(values.null_reasons.values()).most_common()
+    shown = dict(counts[:_MAX_REASONS])
+    if len(counts) > _MAX_REASONS:
+        shown["other reasons"] = sum(count for _, count in counts[_MAX_REASONS:])
+    return shown
 
 
 def _tests(scores: MetricScores, rows: ValidRows, seed: int) -> tuple[TestResult, ...]:

@@ -200,7 +200,7 @@ def _check(scores: MetricScores, evaluator: str, pairs: PairedRows, taken: dict[
 
 def _pair_noise(before: RunOutput, noise: RunOutput, **columns: str | None) -> Compatibility:
     digests = before.identity.digests, noise.identity.digests
-    if all(digests) and digests[0].get("model") != digests[1].get("model"):
+    if all(digests) and dict(digests[0]) != dict(digests[1]):
         raise InputError(f"{noise.identity.path} is a run of another model than {before.identity.path}: no noise floor")
     pairing = check_compatibility(pair_rows(before, noise, **columns))
     if not len(pairing.pairs):

@@ -233,10 +233,19 @@ class Evaluator(Protocol):
     after `why_not` returned None. It may raise InputError for what is the user's to fix.
     """
 
-    name: str  # what --metrics picks it by
-    title: str
-    needs: Needs
-    metric_names: tuple[str, ...]  # glob patterns of what it can give; --gate is checked against them before any work
+    @property
+    def name(self) -> str:
+        """What --metrics picks it by."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Glob patterns of what it can give; --gate is checked against them before any work."""
 
     def why_not(self, pairs: PairedRows, context: EvalContext) -> str | None:
         """Why it cannot run on these inputs, in a sentence that says what to do; None when it can."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from typing import NoReturn
 
 from batchinfer.errors import InputError
-from batchinfer.evals.protocol import ENTRY_POINT_GROUP, EvalOptions, Evaluator, EvaluatorFactory
+from batchinfer.evals.protocol import ENTRY_POINT_GROUP, EvalContext, EvalOptions, Evaluator, EvaluatorFactory, Needs
+from batchinfer.evals.rows import PairedRows
 
 #: name -> module:attribute, in the order in which reports show them. Imported only when made.
 BUILTIN: dict[str, str] = {
@@ -34,6 +37,8 @@ def evaluator_names() -> list[str]:
 def make_evaluators(names: Sequence[str] | None, options: EvalOptions) -> list[Evaluator]:
     """The evaluators of these names, each once; None: all. Those that read other metrics come last.
 
+    Of all, one of another package that cannot be loaded is left out with the reason: nobody asked for it.
+
     Raises InputError for a name that does not exist, an evaluator that cannot be loaded, or options
     that one of them refuses.
     """
@@ -41,9 +46,34 @@ def make_evaluators(names: Sequence[str] | None, options: EvalOptions) -> list[E
     for name in names or ():
         if name not in known:
             raise InputError(f"--metrics: there is no evaluator {name!r}{_hint(name, known)}")
-    wanted = list(dict.fromkeys(known if names is None else names))
-    evaluators = [_factory(name)(options) for name in wanted]
-    return in_order(evaluators)
+    if names is None:
+        others = [_loaded_or_not(name, options) for name in known if name not in BUILTIN]
+        return in_order([*(_factory(name)(options) for name in BUILTIN), *others])
+    return in_order(_factory(name)(options) for name in dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class _NotLoaded:
+    """Stands for an evaluator in the list of those that were left out."""
+
+    name: str
+    reason: str
+    title: str = ""
+    needs: Needs = field(default_factory=Needs)
+    metric_names: tuple[str, ...] = ()
+
+    def why_not(self, pairs: PairedRows, context: EvalContext) -> str:
+        return self.reason
+
+    def score(self, pairs: PairedRows, context: EvalContext) -> NoReturn:
+        raise AssertionError(self.reason)
+
+
+def _loaded_or_not(name: str, options: EvalOptions) -> Evaluator:
+    try:
+        return _factory(name)(options)
+    except InputError as error:
+        return _NotLoaded(name, str(error))
 
 
 def in_order(evaluators: Iterable[Evaluator]) -> list[Evaluator]:

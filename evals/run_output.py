@@ -75,11 +75,14 @@ def load_run_output(
     """
     import pyarrow as pa
 
+    from batchinfer.output.storage import storage_schema
+
     if isinstance(source, pa.Table):
         table = source
     else:
         name = str(source)
         table = _read(name)
+    table = table.cast(storage_schema(table.schema))  # rows of views cannot be taken
     metadata = run_metadata(table.schema, name)
     results = _find_results(table.schema, output_column, name)
     inputs = [column for column in table.column_names if column not in results.values()]

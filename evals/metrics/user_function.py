@@ -14,6 +14,8 @@ from batchinfer.errors import InputError
 #: (output, reference or None, the row's input columns) -> right or wrong, a number, or None for "cannot be judged".
 ScoreFunction = Callable[[str, str | None, Mapping[str, Any]], Any]
 
+_MAX_CHARS = 200
+
 
 def load_function(spec: str) -> ScoreFunction:
     """Run the file and take the function. Raises InputError naming what is missing or fails."""
@@ -41,9 +43,9 @@ def call(function: ScoreFunction, output: str, reference: str | None, row: Mappi
     try:
         value = function(output, reference, row)
     except Exception as error:  # whatever the user's code raises
-        return f"the function raised {type(error).__name__}: {error}"
+        return f"the function raised {type(error).__name__}: {str(error)[:_MAX_CHARS]}"
     if value is None:
         return "the function returned None"
     if isinstance(value, (bool, int, float, np.bool_, np.number)) and np.isfinite(value):
         return float(value)
-    return f"the function returned {value!r}, not a number"
+    return f"the function returned {repr(value)[:_MAX_CHARS]}, not a number"

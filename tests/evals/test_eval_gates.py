@@ -67,6 +67,15 @@ def test_the_same_outputs_pass_any_gate_around_zero(make_run) -> None:
     assert "all outputs are the same" in result.metric("accuracy").reason
 
 
+def test_samples_without_a_difference_do_not_pass_it_either(make_run) -> None:
+    inputs = {"id": list(range(20)), "reference": ["a"] * 20}
+    before, after = make_run([["a", "b"]] * 20, inputs), make_run([["A.", "c"]] * 20, inputs)
+    result = compare(before, after, metrics=["accuracy"], gates=["accuracy>=-0.01"])
+    assert result.metric("accuracy").num_clusters == 20
+    assert not result.gates[0].passed
+    assert result.gates[0].bound < -0.05
+
+
 def test_few_rows_do_not_pass_a_narrow_gate_for_lack_of_differences(make_run) -> None:
     """Other outputs, all as right as before: 20 rows cannot show that less than 1 % are lost."""
     inputs = {"id": list(range(20)), "reference": ["a"] * 20}

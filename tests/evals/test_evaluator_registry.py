@@ -59,6 +59,8 @@ from batchinfer.evals.registry import evaluator_names
 print(evaluator_names())
 result = compare(sys.argv[1], sys.argv[1], metrics=["word_count"])
 print(result.metric("words").before.mean)
+result = compare(sys.argv[1], sys.argv[1])
+print(result.metric("words").before.mean, [one.reason for one in result.skipped if one.name == "broken"])
 """
 
 
@@ -86,7 +88,8 @@ def test_an_installed_package_adds_its_own(write_run, tmp_path) -> None:
 
     done = python(USE_PLUGIN)
     assert done.returncode == 0, done.stderr
-    names, mean = done.stdout.splitlines()
+    names, mean, all_of_them = done.stdout.splitlines()
+    assert all_of_them == "2.0 [\"evaluator 'broken' cannot be loaded: No module named 'no_such_module'\"]"
     assert "'word_count'" in names
     assert float(mean) == 2.0
     broken = python("from batchinfer.evals.registry import *; make_evaluators(['broken'], None)")

@@ -104,6 +104,17 @@ def test_different_prompts_under_one_id_are_counted(make_run) -> None:
     assert paired(before, after).num_prompts_differ == 1
 
 
+def test_string_views_are_read_like_strings(tmp_path, make_run) -> None:
+    """Arrow cannot take rows of views, at any depth."""
+    table = make_run(["a", "b", "c"])
+    views = pa.schema([f.with_type(pa.string_view()) if f.type == pa.string() else f for f in table.schema])
+    chats = pa.list_(pa.struct([("role", pa.string_view()), ("content", pa.string_view())]))
+    table = table.cast(views).append_column("chat", pa.array([[{"role": "user", "content": "x"}]] * 3, chats))
+    pairs = paired(table, table.slice(1))
+    assert list(pairs.after.texts) == ["b", "c"]
+    assert pairs.inputs.column("chat").to_pylist() == [[{"role": "user", "content": "x"}]] * 2
+
+
 def test_no_pair_is_no_error(make_run) -> None:
     pairs = paired(make_run(["1"], {"id": ["a"], "prompt": ["p"]}), make_run(["1"], {"id": ["b"], "prompt": ["p"]}))
     assert len(pairs) == 0

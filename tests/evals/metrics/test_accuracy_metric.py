@@ -198,6 +198,15 @@ def test_a_function_that_fails_on_a_row_is_that_rows_null(make_run, score_file: 
     }
 
 
+def test_reasons_of_a_function_that_always_fails_are_few_and_short(make_run, tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text("def f(output, reference, row):\n    raise ValueError(output * 1000)\n", encoding="utf-8")
+    metric = of_function(make_run, path, "f", [f"text {i}" for i in range(50)])
+    assert len(metric.num_null_before) == 21
+    assert metric.num_null_before["other reasons"] == 30
+    assert max(map(len, metric.num_null_before)) < 300
+
+
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [("x = 1", "f", "defines no function 'f'"), ("x =", "f", "fails: SyntaxError"), ("1/0", "f", "ZeroDivisionError")],
