@@ -12,7 +12,6 @@ from batchinfer.job import EngineFactory, EngineLike, engine_settings
 from batchinfer.job_input import JobError, ModelResolver, unreadable_is_input_error
 from batchinfer.progress import ProgressReporter, QuietProgress, Snapshot, TokensLeft
 from batchinfer.scoring.metadata import score_metadata, token_policy
-from batchinfer.scoring.rows import RowReader
 from batchinfer.scoring.run import score_items
 from batchinfer.scoring.settings import ScoreSettings
 from batchinfer.scoring.summary import ScoreSummary, ScoreTally
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from batchinfer.output.writer import ParquetOutput
     from batchinfer.scoring.columns import ScoreColumns
     from batchinfer.scoring.item import ScoreItem
+    from batchinfer.scoring.rows import RowReader
 
 
 #: Put before the names of the columns that a run's output gets: it has a column error itself.
@@ -236,6 +236,8 @@ def _resolve(settings: ScoreSettings, resolve: ModelResolver | None) -> tuple[Mo
 
 
 def _reader(settings: ScoreSettings, columns: ScoreColumns, model: ModelSource, *, checks_text: bool) -> RowReader:
+    from batchinfer.scoring.rows import RowReader
+
     return RowReader(
         columns,
         model.tokenizer,

@@ -6,7 +6,6 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.scoring.output import DEFINITIONS
 from batchinfer.version import __version__
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ def score_metadata(
     names: list[str],
 ) -> dict[str, str]:
     """Parquet key-value metadata: one key, strict JSON. `names` are the result columns without prefix."""
+    from batchinfer.scoring.output import DEFINITIONS
+
     figures = summary.to_dict()
     for name in ("output", "policy", "seconds"):
         del figures[name]

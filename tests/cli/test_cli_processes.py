@@ -99,7 +99,16 @@ def test_a_closed_stdout_does_not_fail_the_job(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "code"), [(["run", "--help"], 0), (["--version"], 0), (["run", "none", "--model", "m"], 2), (["rum"], 2)]
+    ("args", "code"),
+    [
+        (["run", "--help"], 0),
+        (["score", "--help"], 0),
+        (["--version"], 0),
+        (["run", "none", "--model", "m"], 2),
+        (["score", "none", "--model", "m", "--output", "o", "--bos", "x"], 2),
+        (["score", "none", "--model", "m", "--output", "o"], 2),
+        (["rum"], 2),
+    ],
 )
 def test_the_real_command_answers_without_loading_torch(folder: Path, args: list[str], code: int) -> None:
     """Start-up stays short because nothing heavy is imported; counting modules does not depend on the machine."""
