@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.config import EngineConfig
 from batchinfer.errors import InputError
-from batchinfer.evals.aggregate import judge, measure, noise_floor
+from batchinfer.evals.aggregate import measure
 from batchinfer.evals.compatibility import Compatibility, check_compatibility
 from batchinfer.evals.examples import worst_and_best
 from batchinfer.evals.gates import parse_gates
@@ -31,6 +31,7 @@ from batchinfer.evals.row_table import row_table
 from batchinfer.evals.rows import PairedRows
 from batchinfer.evals.run_output import RunOutput, load_run_output
 from batchinfer.evals.slices import check_slice_columns, slice_metrics
+from batchinfer.evals.verdicts import judge, noise_floor
 from batchinfer.version import __version__
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 An evaluator measures; it never compares. It gives each row a number before and a number after, or
 a number between the two, or null with a reason. Means, intervals, tests and verdicts are made from
-these figures in one place for all evaluators (aggregate.py), so a user's own evaluator gets the same
+these figures in one place for all evaluators (aggregate.py, verdicts.py), so a user's own evaluator gets the same
 statistics as the built-in ones.
 
     class WordCount:
