@@ -253,3 +253,67 @@ def linear_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, max_logits
         logprob[begin : begin + count] = logprobs[:count].gather(1, picked)[:, 0]
         argmax[begin : begin + count] = logits[:count].argmax(-1)
     return TargetLogprobs(logprob, entropy, argmax)
+
+
+class Divergence(NamedTuple):
+    """How two distributions over the vocabulary differ in each row, p being the first; nats."""
+
+    kl_pq: Tensor  # [rows] fp64, KL(p || q) = sum over p of log p - log q
+    kl_qp: Tensor  # [rows] fp64, KL(q || p)
+    entropy_p: Tensor  # [rows] fp64
+    entropy_q: Tensor  # [rows] fp64
+    logprob_p: Tensor  # [rows] fp64, of the target
+    logprob_q: Tensor  # [rows] fp64
+    argmax_p: Tensor  # [rows] int64
+    argmax_q: Tensor  # [rows] int64
+
+
+#: Rows of `divergence` that are taken together: their temporary tensors stay in the processor's cache.
+DIVERGENCE_ROWS = 4
+
+
+def divergence(logits_p: Tensor, logits_q: Tensor, targets: Tensor) -> Divergence:
+    """Kullback-Leibler divergence (1951) in both directions over the whole vocabulary, with entropies.
+
+    With x = logits - their maximum and Z = sum of exp x: KL(p || q) = sum exp(x_p) (x_p - x_q) / Z_p - log Z_p
+    + log Z_q. Elements are fp32, sums fp64; equal logits give exactly 0.
+
+    Args:
+        logits_p, logits_q: [rows, vocab] fp32, finite.
+        targets: [rows] int64.
+    """
+    parts = []
+    for begin in range(0, max(1, len(targets)), DIVERGENCE_ROWS):
+        count = min(DIVERGENCE_ROWS, len(targets) - begin)
+        pad = (0, 0, 0, DIVERGENCE_ROWS - count)  # sums over the vocabulary may depend on how many rows there are
+        p, q = (F.pad(logits[begin : begin + count], pad) for logits in (logits_p, logits_q))
+        picked = F.pad(targets[begin : begin + count], pad[2:])
+        parts.append([value[:count] for value in _divergence_block(p, q, picked)])
+    if not parts:
+        parts = [
+            [value[:0] for value in _divergence_block(logits_p.new_zeros(1, 1), logits_q.new_zeros(1, 1), targets)]
+        ]
+    return Divergence(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def _divergence_block(p: Tensor, q: Tensor, targets: Tensor) -> Divergence:
+    wide = torch.float64
+    top_p, top_q = p.amax(-1, keepdim=True), q.amax(-1, keepdim=True)
+    x_p, x_q = p - top_p, q - top_q
+    e_p, e_q = x_p.exp(), x_q.exp()
+    z_p, z_q = e_p.sum(-1, dtype=wide), e_q.sum(-1, dtype=wide)
+    log_p, log_q = z_p.log(), z_q.log()
+    difference = x_p - x_q
+    kl_pq = (e_p * difference).sum(-1, dtype=wide) / z_p - log_p + log_q
+    kl_qp = -(e_q * difference).sum(-1, dtype=wide) / z_q - log_q + log_p
+    picked = targets[:, None]
+    return Divergence(
+        kl_pq=kl_pq.clamp_min(0),  # what rounding leaves below
+        kl_qp=kl_qp.clamp_min(0),
+        entropy_p=log_p - (e_p * x_p).sum(-1, dtype=wide) / z_p,
+        entropy_q=log_q - (e_q * x_q).sum(-1, dtype=wide) / z_q,
+        logprob_p=(p.gather(1, picked).double() - top_p.double())[:, 0] - log_p,
+        logprob_q=(q.gather(1, picked).double() - top_q.double())[:, 0] - log_q,
+        argmax_p=p.argmax(-1),
+        argmax_q=q.argmax(-1),
+    )
