@@ -4,6 +4,8 @@
 // Outputs lie in the lanes; every output is summed over channel pairs in order, in one accumulator. So a
 // row's bits do not depend on the number of rows, on its place, or on how the work is split.
 #pragma once
+#include <omp.h>
+
 #include <algorithm>
 
 #include "vec.h"
@@ -26,7 +28,8 @@ constexpr int COLS = 1;
 constexpr int rows_for(int) { return 2; }
 constexpr int PAIR_COLS = 2;
 #endif
-constexpr int ROW_CHUNK = 256;  // rows that stay in the second-level cache beside a panel
+constexpr int ROW_CHUNK = 256;     // rows that stay in the second-level cache beside a panel
+constexpr int MIN_ROW_CHUNK = 24;  // fewer rows do not pay for reading a panel
 
 template <int R, int C>
 BI_INLINE void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int K, F16 (&acc)[R][C]) {
@@ -57,13 +60,26 @@ BI_INLINE void tile_of(int rows, const bf16* x, int64_t x_stride, const bf16* w,
   if constexpr (R > 1) tile_of<R - 1, C>(rows, x, x_stride, w, K, row, column, sink);
 }
 
+// Memory that is wanted soon. A piece of it is fetched with every tile: not so much at once that loads wait.
+struct Ahead {
+  const char* at = nullptr;
+  const char* end = nullptr;
+  void fetch(int64_t bytes) {
+    for (const char* stop = std::min(end, at + bytes); at < stop; at += 64) prefetch(at);
+  }
+};
+
 // Rows [begin, end), in as few tiles as there can be, of nearly equal height.
 template <int C, class Sink>
 static void rows_of(const bf16* x, int64_t x_stride, const bf16* w, int K, int begin, int end, int column,
-                    const Sink& sink) {
+                    const Sink& sink, Ahead ahead) {
   constexpr int R = rows_for(C);
-  for (int row = begin, left = (end - begin + R - 1) / R; left > 0; left--) {
+  const int num_tiles = (end - begin + R - 1) / R;
+  // With few rows the panel itself is read as fast as memory gives it.
+  const int64_t share = num_tiles >= 4 ? ((ahead.end - ahead.at) / num_tiles / 64 + 1) * 64 : 0;
+  for (int row = begin, left = num_tiles; left > 0; left--) {
     const int rows = (end - row + left - 1) / left;
+    ahead.fetch(share);
     tile_of<R, C>(rows, x, x_stride, w, K, row, column, sink);
     row += rows;
   }
@@ -72,21 +88,45 @@ static void rows_of(const bf16* x, int64_t x_stride, const bf16* w, int K, int b
 // Rows [begin, end) x `vectors` * 16 outputs from `column` on; STEP: vectors that stay together.
 template <int C, int STEP, class Sink>
 static void panel(const bf16* x, int64_t x_stride, const bf16* w, int K, int begin, int end, int column, int vectors,
-                  const Sink& sink) {
-  if (vectors >= C) return rows_of<C>(x, x_stride, w, K, begin, end, column, sink);
-  if constexpr (C > STEP) panel<C - STEP, STEP>(x, x_stride, w, K, begin, end, column, vectors, sink);
+                  const Sink& sink, Ahead ahead = {}) {
+  if (vectors >= C) return rows_of<C>(x, x_stride, w, K, begin, end, column, sink, ahead);
+  if constexpr (C > STEP) panel<C - STEP, STEP>(x, x_stride, w, K, begin, end, column, vectors, sink, ahead);
+}
+
+// Into how many chunks to cut M rows: few, but so that all threads end at about the same time.
+static int num_row_chunks(int M, int panels, int threads) {
+  const int fewest = (M + ROW_CHUNK - 1) / ROW_CHUNK, most = std::max(fewest, M / MIN_ROW_CHUNK);
+  int best = fewest;
+  double best_waste = 1e9;
+  for (int chunks = fewest; chunks <= most && best_waste > 1.01; chunks++) {
+    const int items = panels * chunks;
+    const double waste = (double)((items + threads - 1) / threads * threads) / items;
+    if (waste < best_waste - 1e-9) best = chunks, best_waste = waste;
+  }
+  return best;
 }
 
 // x [M, K] times packed w: every tile of outputs is handed to `sink` once, from any thread.
 template <int C, int STEP, class Sink>
 static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N, int K, const Sink& sink) {
-  const int vectors = (N + 15) / 16, panels = (vectors + C - 1) / C, chunks = (M + ROW_CHUNK - 1) / ROW_CHUNK;
+  const int vectors = (N + 15) / 16, panels = (vectors + C - 1) / C, threads = omp_get_max_threads();
+  const int chunks = num_row_chunks(M, panels, threads);
+  // Chunks that are worked on together, panel after panel: a thread's rows stay in its cache, a panel is read
+  // from memory once.
+  const int together = std::max(1, std::min(chunks, threads));
   // Dynamic: when a neighbour takes part of a core, the other threads take over its share.
 #pragma omp parallel for schedule(dynamic, 1)
   for (int item = 0; item < panels * chunks; item++) {
-    int chunk = item / panels, column = item % panels * C;
-    panel<C, STEP>(x, x_stride, w, K, chunk * ROW_CHUNK, std::min(M, (chunk + 1) * ROW_CHUNK), column * 16,
-                   std::min(C, vectors - column), sink);
+    const int group = item / (panels * together), within = item % (panels * together);
+    const int wide = std::min(together, chunks - group * together), column = within / wide * C;
+    const int chunk = group * together + within % wide, next = (within + threads) / wide * C;
+    Ahead ahead;
+    if (next < vectors && next != column) {
+      ahead.at = (const char*)(w + (int64_t)next * 16 * K);
+      ahead.end = (const char*)(w + (int64_t)std::min(next + C, vectors) * 16 * K);
+    }
+    panel<C, STEP>(x, x_stride, w, K, (int)((int64_t)M * chunk / chunks), (int)((int64_t)M * (chunk + 1) / chunks),
+                   column * 16, std::min(C, vectors - column), sink, ahead);
   }
 }
 

@@ -44,9 +44,12 @@ BI_INLINE bf16 narrow(float x) {
 
 // Whether no value is NaN or infinite.
 BI_INLINE bool all_finite(const bf16* x, int n) {
-  int bad = 0;
-  for (int i = 0; i < n; i++) bad |= (x[i] & 0x7f80) == 0x7f80;
-  return !bad;
+  uint16_t largest = 0;
+  for (int i = 0; i < n; i++) {
+    const uint16_t magnitude = x[i] & 0x7fff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest < 0x7f80;
 }
 
 #if BI_AVX512
