@@ -35,6 +35,7 @@ class RunLimits:
     max_batch_tokens: int
     max_num_seqs: int
     max_model_len: int
+    first_row_tokens: int = 0  # see Scheduler
 
 
 class Ended(NamedTuple):
@@ -72,7 +73,14 @@ class WindowRun:
         self.saw_non_finite = False
         self.pool = BlockPool(kv.num_blocks)
         self.cache = TreeCache(self.pool, kv.block_size, plan.nodes)
-        self.scheduler = Scheduler(plan.sequences, self.cache, self.pool, limits.max_batch_tokens, limits.max_num_seqs)
+        self.scheduler = Scheduler(
+            plan.sequences,
+            self.cache,
+            self.pool,
+            limits.max_batch_tokens,
+            limits.max_num_seqs,
+            limits.first_row_tokens,
+        )
         stats.max_output_tokens_left = sum(seq.max_tokens for seq in plan.sequences)
         plan.sequences.clear()
         max_blocks = -(-limits.max_model_len // kv.block_size)

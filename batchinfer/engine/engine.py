@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from batchinfer.scoring.api import Scorable
     from batchinfer.scoring.result import RowScore
 
+#: Token budget of the steps before the first row has ended: few enough to be quick, enough to keep the cores busy.
+FIRST_ROW_TOKENS = 16
 #: Part of the free memory that the KV pool may take when nobody says how much.
 KV_SHARE = 0.5
 
@@ -155,7 +157,7 @@ class Engine:
         stats.num_prompt_tokens_shareable = plan.num_shareable_tokens
         stats.num_kv_blocks = kv.num_blocks
         stats.planning_s = time.perf_counter() - began
-        limits = RunLimits(config.max_batch_tokens, config.max_num_seqs, self.max_model_len)
+        limits = RunLimits(config.max_batch_tokens, config.max_num_seqs, self.max_model_len, FIRST_ROW_TOKENS)
         run = WindowRun(plan, self.model, kv, self._sampler, limits, stats, check=self.check_integrity)
         samples_left = {prompt.row_index: prompt.params.n for prompt in prompts}
         try:

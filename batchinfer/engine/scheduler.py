@@ -11,6 +11,10 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.tree_cache import Match, TreeCache
 
 
+#: Longer first rows are not taken through in small steps, nor for more steps than this.
+MAX_FIRST_STEPS = 128
+
+
 @dataclass(slots=True)
 class Step:
     """What to do before and in one forward pass."""
@@ -32,10 +36,23 @@ class Scheduler:
     blocks last. When a running sequence finds no block, shared nodes that are needed latest are
     evicted, then the sequence admitted last is preempted: it gives up its KV and computes it again
     later, which changes no bit of its output.
+
+    Full steps are the fastest way through the job, but the first row would end only after as many of
+    them as it has tokens: minutes, where somebody waits to see whether the prompts are right. So the
+    first row runs in small steps, if it is short.
+
+    Args:
+        first_row_tokens: token budget of the steps that take the first row to its end; 0: none are small.
     """
 
     def __init__(
-        self, sequences: Iterable[Sequence], cache: TreeCache, pool: BlockPool, max_batch_tokens: int, max_num_seqs: int
+        self,
+        sequences: Iterable[Sequence],
+        cache: TreeCache,
+        pool: BlockPool,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        first_row_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self.pool = pool
@@ -45,6 +62,10 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_batch_tokens)
         self._waiting = [(seq.order, seq) for seq in sequences]  # a heap: orders are distinct
         heapq.heapify(self._waiting)
+        self._first = self._waiting[0][1] if self._waiting else None
+        self._first_row_tokens = first_row_tokens
+        self._num_first_steps = 0
+        self._budget = max_batch_tokens  # of the step that is being made
         self.num_parked = 0  # sequences that wait for a node, on its own list
         self.running: list[Sequence] = []  # in the order of admission
 
@@ -62,15 +83,28 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step. Empty only when nothing is left to do."""
         step = Step()
+        self._budget = self._next_budget()
         self._advance_running(step)
         if not step.preempted:  # a full pool is no time to admit
             self._admit_waiting(step)
         assert step.scheduled or not self.has_work(), f"stuck: {len(self.running)=} {self.num_waiting=}"
         return step
 
+    def _next_budget(self) -> int:
+        first = self._first
+        if first is None or not self._first_row_tokens or first.max_tokens > MAX_FIRST_STEPS:
+            return self.max_batch_tokens
+        if self._num_first_steps > MAX_FIRST_STEPS or first.num_preempted:
+            self._first = None
+            return self.max_batch_tokens
+        self._num_first_steps += 1
+        # Room for each running sequence, as in every step, and for the first one's prompt.
+        needed = first.num_tokens - first.num_computed
+        return min(max(needed, self._first_row_tokens, len(self.running)), self.max_batch_tokens)
+
     def _advance_running(self, step: Step) -> None:
         taken: dict[int, int] = {}  # id(sequence) -> tokens
-        budget = self.max_batch_tokens
+        budget = self._budget
         decodes_first = sorted(self.running, key=lambda seq: seq.num_tokens - seq.num_computed > 1)
         for seq in decodes_first:
             num_tokens = min(seq.num_tokens - seq.num_computed, budget)
@@ -127,7 +161,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         while self._waiting and len(self.running) < self.max_num_seqs:
-            budget = self.max_batch_tokens - step.num_tokens
+            budget = self._budget - step.num_tokens
             if budget <= 0:
                 return
             seq = self._waiting[0][1]
@@ -181,6 +215,8 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """The running sequence has ended: give its blocks back."""
+        if seq is self._first:
+            self._first = None
         self._leave(seq)
         self._return_to_queue(self.cache.on_stopped(seq, will_return=False))
 

@@ -36,6 +36,7 @@ class Drive:
     block_size: int = BLOCK
     n: int = 1
     max_tokens: list[int] | None = None  # num_outputs may end a sequence earlier
+    first_row_tokens: int = 0
 
     steps: list[Step] = field(init=False, default_factory=list)
     finished: list[Sequence] = field(init=False, default_factory=list)
@@ -58,7 +59,9 @@ class Drive:
         self.sequences = list(plan.sequences)
         self.pool = BlockPool(self.num_blocks)
         self.cache = TreeCache(self.pool, self.block_size, plan.nodes)
-        self.scheduler = Scheduler(plan.sequences, self.cache, self.pool, self.max_batch_tokens, self.max_num_seqs)
+        self.scheduler = Scheduler(
+            plan.sequences, self.cache, self.pool, self.max_batch_tokens, self.max_num_seqs, self.first_row_tokens
+        )
         self.kv = np.full(self.num_blocks * self.block_size, -1)  # the history of tokens, hashed, that a slot holds
 
     def step(self) -> Step:
@@ -270,6 +273,25 @@ def test_decodes_go_before_prompt_chunks() -> None:
         step = drive.step()
         assert [(seq.prompt.row_index, num) for seq, num in step.scheduled] == [(0, 1), (1, 7)]
     assert [num for _, num in drive.step().scheduled] == [1, 2]
+
+
+def test_the_first_row_ends_after_small_steps() -> None:
+    drive = Drive([[1] * 20, [2] * 50, [3] * 50], [5] * 3, num_blocks=90, max_batch_tokens=64, first_row_tokens=8)
+    drive.run()
+    assert [step.num_tokens for step in drive.steps[:6]] == [20, 8, 8, 8, 8, 64]
+    assert drive.finished[0].prompt.row_index == 0
+
+
+def test_a_long_first_row_is_not_taken_through_in_small_steps() -> None:
+    drive = Drive([[1] * 20, [2] * 50], [5, 5], 90, max_tokens=[1000, 5], first_row_tokens=8)
+    assert drive.step().num_tokens == 64
+
+
+def test_a_first_row_that_is_preempted_is_not_waited_for() -> None:
+    drive = Drive([[1] * 8, [2] * 8], [30, 30], num_blocks=10, first_row_tokens=8)
+    drive.run()
+    assert any(step.preempted for step in drive.steps)
+    assert len(drive.finished) == 2
 
 
 def test_a_budget_below_max_num_seqs_bounds_the_running_rows() -> None:
