@@ -10,7 +10,6 @@ from batchinfer.engine.blocks import BlockPool
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.tree_cache import Match, TreeCache
 
-
 #: Longer first rows are not taken through in small steps, nor for more steps than this.
 MAX_FIRST_STEPS = 128
 
