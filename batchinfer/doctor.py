@@ -112,7 +112,7 @@ def examine() -> Report:
         advice=(
             *_invariance_advice(invariance),
             *([f"plain torch is used: {kernels.reason}"] if kernels.in_use == TORCH and not kernels.forced else []),
-            *machine_advice(processor, openmp, gpus, has_gpu_device=Path("/dev/nvidia0").exists()),
+            *machine_advice(openmp, gpus, has_gpu_device=Path("/dev/nvidia0").exists()),
         ),
     )
 
@@ -193,7 +193,7 @@ def _invariance_advice(invariance: Sequence[Invariance]) -> list[str]:
 
 
 def machine_advice(
-    processor: Processor, openmp: tuple[str, ...], gpus: tuple[str, ...], *, has_gpu_device: bool
+    openmp: tuple[str, ...], gpus: tuple[str, ...], *, has_gpu_device: bool
 ) -> list[str]:
     """What would make runs faster."""
     advice = []
@@ -201,11 +201,6 @@ def machine_advice(
         advice.append(
             f"{len(openmp)} OpenMP runtimes are loaded ({', '.join(openmp)}), their threads take the cores from each "
             "other: use torch and batchinfer from one source, pip or conda"
-        )
-    if processor.huge_pages == "never":
-        advice.append(
-            "huge pages are off, which slows attention over a large KV pool: "
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
     if has_gpu_device and not gpus:
         advice.append("there is an NVIDIA GPU that this build of torch cannot use: https://pytorch.org/get-started")

@@ -93,9 +93,9 @@ def run_ours(workload: Workload, model: str, folder: Path, options: Sequence[str
 
 def run_peer(peer: Peer, workload: Workload, folder: Path) -> Run:
     out = folder / f"{peer.name}.jsonl"
-    done = publish.run_process(
-        shlex.split(peer.command.format(prompts=workload.prompts, max_tokens=workload.max_tokens, out=out))
-    )
+    values = {"prompts": workload.prompts, "max_tokens": workload.max_tokens, "out": out}
+    # Split first: paths and names may hold spaces.
+    done = publish.run_process([part.format(**values) for part in shlex.split(peer.command)])
     line = done.last_json()
     return Run(peer.name, line["load_s"], line["gen_s"], done.wall_s, line["prompt_tokens"], line["output_tokens"])
 
