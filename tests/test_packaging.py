@@ -230,6 +230,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) 
         for path in (repo_root / folder).rglob("*.py")
     }
     assert expected <= names
+    templates = {path.name for path in (repo_root / "evals/report/templates").iterdir()}
+    assert {f"batchinfer/evals/report/templates/{name}" for name in templates} <= names
     assert "batchinfer/py.typed" in names
 
 

@@ -1,0 +1,151 @@
+"""What the numbers say, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchinfer.evals.report.numbers import NumberFormat, count, p_value
+from batchinfer.evals.result import ComparisonResult, MetricResult, Verdict
+
+#: Signs beside the words, so that colour is never alone.
+SIGNS = {
+    Verdict.WORSE: "▼",
+    Verdict.BETTER: "▲",
+    Verdict.CHANGED: "◆",
+    Verdict.NO_CHANGE: "○",
+    Verdict.NOT_TESTED: "–",
+}
+_HEADINGS = {
+    Verdict.WORSE: "Worse",
+    Verdict.BETTER: "Better",
+    Verdict.CHANGED: "Changed, neither for better nor worse",
+    Verdict.NO_CHANGE: "No change found",
+    Verdict.NOT_TESTED: "Not tested",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One metric's sentence; `title` is what it begins with."""
+
+    name: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindingGroup:
+    verdict: Verdict
+    sign: str
+    heading: str
+    findings: list[Finding]
+
+
+def headline(result: ComparisonResult) -> str:
+    """The whole result in one sentence."""
+    if not result.pairing.num_pairs:
+        return "Nothing to compare: no row of one run has a counterpart in the other"
+    metrics = main_metrics(result)
+    if not metrics:
+        return "Nothing was measured"
+    num = {verdict: sum(metric.verdict is verdict for metric in metrics) for verdict in Verdict}
+    parts = []
+    if num[Verdict.WORSE]:
+        parts.append(f"{count(num[Verdict.WORSE], 'metric')} worse")
+    if num[Verdict.BETTER]:
+        parts.append(f"{num[Verdict.BETTER]} better" if parts else f"{count(num[Verdict.BETTER], 'metric')} better")
+    if num[Verdict.CHANGED]:
+        parts.append(f"{num[Verdict.CHANGED]} changed" if parts else f"{count(num[Verdict.CHANGED], 'metric')} changed")
+    if not parts:
+        if not num[Verdict.NO_CHANGE]:
+            return "No metric could be tested"
+        return f"No change found in {count(num[Verdict.NO_CHANGE], 'metric')}"
+    if num[Verdict.NO_CHANGE]:
+        parts.append(f"{num[Verdict.NO_CHANGE]} without a change")
+    return ", ".join(parts)
+
+
+def main_metrics(result: ComparisonResult) -> list[MetricResult]:
+    """Without those that are made from others."""
+    return [metric for metric in result.metrics if not metric.spec.is_derived]
+
+
+def finding_groups(metrics: Sequence[MetricResult]) -> list[FindingGroup]:
+    """In the order they matter; empty groups are left out."""
+    groups = []
+    for verdict, heading in _HEADINGS.items():
+        found = [_finding(metric) for metric in metrics if metric.verdict is verdict]
+        if found:
+            groups.append(FindingGroup(verdict, SIGNS[verdict], heading, found))
+    return groups
+
+
+def _finding(metric: MetricResult) -> Finding:
+    sentence = {
+        Verdict.NO_CHANGE: _no_change,
+        Verdict.NOT_TESTED: _not_tested,
+    }.get(metric.verdict, _changed)
+    return Finding(metric.name, metric.spec.title, sentence(metric))
+
+
+def _changed(metric: MetricResult) -> str:
+    form = NumberFormat.of_metric(metric)
+    p = _p_text(metric)
+    if metric.before is None or metric.after is None:
+        return f"{_between(metric, form)}, beyond the noise floor"
+    write = form.with_unit if form.unit == "%" else form.value
+    return f"{write(metric.before.mean)} before, {write(metric.after.mean)} after: {_difference(metric, form)}{p}"
+
+
+def _no_change(metric: MetricResult) -> str:
+    form = NumberFormat.of_metric(metric)
+    if metric.before is None:
+        return _because(_between(metric, form), metric.reason)
+    if not metric.wins + metric.losses:
+        return _because("no row differs", metric.reason)
+    text = f"{_difference(metric, form)}{_p_text(metric)}"
+    if metric.reason:
+        return _because(text, metric.reason)
+    if metric.min_detectable_effect:
+        missed = form.with_unit(metric.min_detectable_effect, is_difference=True)
+        text += f"; a change below {missed} may have been missed"
+    return text
+
+
+def _not_tested(metric: MetricResult) -> str:
+    form = NumberFormat.of_metric(metric)
+    if metric.difference.mean is None:
+        return metric.reason or "there is no value"
+    if metric.before is None:
+        return _because(_between(metric, form), metric.reason)
+    return _because(_difference(metric, form), metric.reason)
+
+
+def _difference(metric: MetricResult, form: NumberFormat) -> str:
+    """ "−4.1 [−6.2, −2.3] points" """
+    parts = (
+        form.signed(metric.difference.mean),
+        form.interval(metric.difference, is_signed=True),
+        form.difference_unit,
+    )
+    return " ".join(filter(None, parts))
+
+
+def _between(metric: MetricResult, form: NumberFormat) -> str:
+    interval = form.interval(metric.difference, is_signed=False)
+    neutral = f"{metric.spec.neutral * form.factor:g}"
+    parts = (form.value(metric.difference.mean), interval, form.unit)
+    return f"{' '.join(filter(None, parts))}, where two equal sides give {neutral}"
+
+
+def _because(text: str, reason: str | None) -> str:
+    return f"{text}; {reason}" if reason else text
+
+
+def _p_text(metric: MetricResult) -> str:
+    adjusted = metric.tests[0].p_adjusted if metric.tests else None
+    if adjusted is None:
+        return ""
+    text = p_value(adjusted)
+    return f", p {text}" if text.startswith("<") else f", p = {text}"
