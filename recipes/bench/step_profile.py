@@ -132,8 +132,11 @@ def profile(engine: Engine, num_rows: int, prompt_tokens: int, steps: int) -> di
 
     Raises ValueError if no step had all rows decoding.
     """
+    from unittest import mock
+
     import numpy as np
 
+    from batchinfer.engine import engine as engine_module
     from batchinfer.types import Prompt, SamplingParams
 
     random = np.random.default_rng(0)
@@ -154,7 +157,8 @@ def profile(engine: Engine, num_rows: int, prompt_tokens: int, steps: int) -> di
             found.append(dict(timers.seconds))
         timers.seconds.clear()
 
-    with timed_parts(engine, timers, ends):
+    # Full steps from the first one on: all rows are to decode together.
+    with timed_parts(engine, timers, ends), mock.patch.object(engine_module, "FIRST_ROW_TOKENS", 0):
         for _ in engine.run(prompts, on_step):
             pass
     if not found:
