@@ -151,7 +151,7 @@ def _run_models(
     assert settings.before is not None
     assert settings.after is not None
     assert settings.output is not None, "the runs are kept in the output folder"
-    jobs = {"before": settings.before, "after": settings.after}
+    jobs = {"before": settings.before, "after": on_base(settings.after, settings.before.model)}
     if settings.noise_floor:
         jobs["noise"] = noise_job(settings.before)
     runs = {role: check_run(job, resolve) for role, job in jobs.items()}
@@ -192,6 +192,16 @@ def _check_needs(settings: EvalSettings, evaluators: Sequence[Evaluator], column
     for one in evaluators:
         if one.needs.reference or (one.needs.texts_or_reference and settings.options.texts is None):
             raise InputError(f"--metrics {one.name}: it needs right answers: name their column with --reference-column")
+
+
+def on_base(after: JobSettings, base: str) -> JobSettings:
+    """`after`, or `base` with it merged in where it is an adapter that does not say what it belongs to."""
+    from batchinfer.models.lora import is_adapter, read_adapter
+
+    folder = Path(after.model).expanduser()
+    if not is_adapter(folder) or (folder / "config.json").is_file() or read_adapter(folder).base is not None:
+        return after
+    return replace(after, model=base, adapter=after.model)
 
 
 def noise_job(before: JobSettings) -> JobSettings:

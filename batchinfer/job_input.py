@@ -96,15 +96,25 @@ def resolve_job(
 ) -> tuple[ModelSource, ResolvedParams]:
     """The model's description and the sampling parameters. Raises InputError if they cannot be used."""
     from batchinfer.dataset.prompts import check_can_build
-    from batchinfer.models.source import resolve_model
     from batchinfer.models.spec import choose_max_model_len
 
-    with unreadable_is_input_error(f"cannot read model {settings.model}"):
-        model = (resolve or resolve_model)(settings.model)
-        tokenizer = model.tokenizer
+    model = find_model(settings.model, settings.adapter, resolve)
+    tokenizer = model.tokenizer
     choose_max_model_len(settings.engine.max_model_len, model.spec, settings.model)  # before the weights are read
     check_can_build(rows.columns, tokenizer, settings.system)
     return model, resolve_params(settings.sampling, model.generation_defaults, rows.row_fields)
+
+
+def find_model(name: str, adapter: str | None, resolve: ModelResolver | None = None) -> ModelSource:
+    """The model, with its adapter and its tokenizer read. Raises InputError if they cannot be used."""
+    from batchinfer.models.source import resolve_model, with_adapter
+
+    with unreadable_is_input_error(f"cannot read model {name}"):
+        model = (resolve or resolve_model)(name)
+        if adapter is not None:
+            model = with_adapter(model, adapter)
+        assert model.tokenizer  # reads it
+        return model
 
 
 def prompts_of(

@@ -39,6 +39,16 @@ def model_digests(model: ModelSource) -> dict[str, str | None]:
     }
 
 
+def model_description(model: ModelSource) -> dict[str, str | None]:
+    adapter = model.adapter
+    return {
+        "name": model.name,
+        "adapter": None if adapter is None else str(adapter.folder),
+        "format": model.format,
+        "architecture": model.spec.architecture,
+    }
+
+
 def output_metadata(
     settings: JobSettings,
     rows: InputRows,
@@ -52,7 +62,7 @@ def output_metadata(
     description = {
         "version": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": {"name": model.name, "format": model.format, "architecture": model.spec.architecture},
+        "model": model_description(model),
         "digests": digests,
         "params": params.to_dict(),
         "logprobs": _logprobs_meaning(params),

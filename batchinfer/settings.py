@@ -75,6 +75,7 @@ SETTINGS: dict[str, Setting] = {
         setting("input", "system", "string"),
         setting("input", "limit", "integer"),
         setting("model", "model", "string", key="name"),
+        setting("model", "adapter", "string"),
         setting("sampling", "max_tokens", "integer"),
         setting("sampling", "min_tokens", "integer"),
         setting("sampling", "temperature", "number"),
@@ -123,6 +124,7 @@ class JobSettings:
     output: Path | None  # None for `plan`
     sampling: SamplingLayers
     engine: EngineConfig
+    adapter: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import EngineConfig
+from batchinfer.evals.models import Models
 from batchinfer.evals.rows import PairedRows
 from batchinfer.evals.values import RowValues
 
@@ -182,6 +183,7 @@ class EvalContext:
         scored: the metrics of the evaluators before this one; all others for one with `needs.other_metrics`.
         progress: called with a short text for people when a long step begins.
         check_interrupt: call it often in long loops; it raises when the user wants to stop.
+        models: loads the two models when they are asked for, each once for all evaluators.
     """
 
     options: EvalOptions = field(default_factory=EvalOptions)
@@ -191,6 +193,7 @@ class EvalContext:
     scored: tuple[MetricScores, ...] = ()
     progress: Callable[[str], None] = lambda text: None
     check_interrupt: Callable[[], None] = lambda: None
+    models: Models = field(default_factory=Models)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from batchinfer.evals.rows import PairedRows
 BUILTIN: dict[str, str] = {
     "accuracy": "batchinfer.evals.metrics.accuracy:Accuracy",
     "semantic": "batchinfer.evals.metrics.semantic:Semantic",
+    "perplexity": "batchinfer.evals.metrics.perplexity:Perplexity",
+    "drift": "batchinfer.evals.metrics.drift:Drift",
     "diversity": "batchinfer.evals.metrics.diversity:Diversity",
     "length": "batchinfer.evals.metrics.length:Length",
     "win_rate": "batchinfer.evals.metrics.win_rate:WinRate",

@@ -83,6 +83,7 @@ class FakeModelSource:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    adapter: Any = None
 
     def digest(self) -> str:
         return "model-digest"

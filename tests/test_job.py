@@ -139,7 +139,8 @@ def test_metadata_says_what_made_the_file(job: Job, tmp_path: Path) -> None:
     metadata = job.metadata()
     assert metadata["version"]
     assert metadata["created"].endswith("+00:00")
-    assert metadata["model"] == {"name": "fake", "format": "hf", "architecture": "LlamaForCausalLM"}
+    described = {"name": "fake", "adapter": None, "format": "hf", "architecture": "LlamaForCausalLM"}
+    assert metadata["model"] == described
     assert metadata["digests"]["model"] == "model-digest"
     assert metadata["digests"]["tokenizer"] == "tokenizer-digest"
     assert len(metadata["digests"]["chat_template"]) == 64

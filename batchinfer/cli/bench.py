@@ -37,6 +37,7 @@ def bench(
     limit: o.Limit = None,
     config: o.Config = None,
     model: o.Model = None,
+    adapter: o.Adapter = None,
     max_tokens: o.MaxTokens = None,
     temperature: o.Temperature = None,
     top_p: o.TopP = None,

@@ -78,6 +78,13 @@ Model = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        help="PEFT LoRA adapter, a folder or hub id, merged into the model. As --model itself it brings its own base.",
+        rich_help_panel=MODEL,
+    ),
+]
 # Sampling
 MaxTokens = Annotated[
     int | None,

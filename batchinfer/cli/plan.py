@@ -17,6 +17,7 @@ def plan(
     limit: o.Limit = None,
     config: o.Config = None,
     model: o.Model = None,
+    adapter: o.Adapter = None,
     max_tokens: o.MaxTokens = None,
     n: o.N = None,
     dtype: o.Dtype = None,

@@ -22,6 +22,7 @@ def run(
     limit: o.Limit = None,
     config: o.Config = None,
     model: o.Model = None,
+    adapter: o.Adapter = None,
     max_tokens: o.MaxTokens = None,
     min_tokens: o.MinTokens = None,
     temperature: o.Temperature = None,

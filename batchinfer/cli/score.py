@@ -104,6 +104,7 @@ def score(
     limit: o.Limit = None,
     config: o.Config = None,
     model: o.Model = None,
+    adapter: o.Adapter = None,
     turns: Turns = None,
     bos: Bos = None,
     window: Window = None,

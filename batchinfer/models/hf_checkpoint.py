@@ -54,52 +54,69 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+class SafetensorsFile:
+    """The tensors of one safetensors file, which is mapped, not read whole. Raises InputError if it is no such file.
+
+    Attributes:
+        shapes: of all tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, framework="pt", device="cpu")
+            names = list(self._file.keys())
+        except (SafetensorError, OSError) as e:
+            raise InputError(f"{path}: not a whole safetensors file ({e}); download it again") from e
+        self.shapes: dict[str, tuple[int, ...]] = {name: self._shape(name) for name in names}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        info = self._file.get_slice(name)
+        if info.get_dtype() not in _DTYPES:
+            raise InputError(
+                f"{self.path}: tensor {name} has type {info.get_dtype()}, which is not supported; "
+                f"supported: {', '.join(sorted(_DTYPES))}"
+            )
+        return tuple(info.get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in the file's dtype. Raises InputError if its bytes cannot be read."""
+        from safetensors import SafetensorError
+
+        try:
+            return self._file.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise InputError(f"{self.path}: cannot read tensor {name}: {e}") from e
+
+    def close(self) -> None:
+        self._file = None
+
+
 class HFCheckpoint:
     """A `Checkpoint` over the safetensors files of a folder; files are mapped, not read whole."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._files: list[Any] = []
-        self._owner: dict[str, tuple[Path, Any]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in weight_files(folder):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-                self._files.append(file)
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    self._add(name, path, file)
-            except (SafetensorError, OSError) as e:
-                raise InputError(f"{path}: not a whole safetensors file ({e}); download it again") from e
+        self._files = [SafetensorsFile(path) for path in weight_files(folder)]
+        self._owner: dict[str, SafetensorsFile] = {}
+        for file in self._files:
+            for name in file.shapes:
+                if name in self._owner:
+                    raise InputError(f"{file.path}: tensor {name} is also in {self._owner[name].path.name}")
+                self._owner[name] = file
         if (folder / INDEX_FILE).is_file():
             absent = sorted(set(_weight_map(folder)) - set(self._owner))
             if absent:
                 raise InputError(f"{folder}: {INDEX_FILE} lists {absent[0]}, which is in none of the files")
 
-    def _add(self, name: str, path: Path, file: Any) -> None:
-        if name in self._owner:
-            raise InputError(f"{path}: tensor {name} is also in {self._owner[name][0].name}")
-        info = file.get_slice(name)
-        if info.get_dtype() not in _DTYPES:
-            raise InputError(
-                f"{path}: tensor {name} has type {info.get_dtype()}, which is not supported; "
-                f"supported: {', '.join(sorted(_DTYPES))}"
-            )
-        self._owner[name] = (path, file)
-        self._shapes[name] = tuple(info.get_shape())
-
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+        return {name: file.shapes[name] for name, file in self._owner.items()}
 
     def read_into(self, name: str, out: Tensor) -> None:
-        from safetensors import SafetensorError
-
-        path, file = self._owner[name]
-        try:
-            out.copy_(file.get_tensor(name))
-        except (SafetensorError, OSError) as e:
-            raise InputError(f"{path}: cannot read tensor {name}: {e}") from e
+        out.copy_(self._owner[name].read(name))
 
     def close(self) -> None:
-        self._files.clear()
+        for file in self._files:
+            file.close()
         self._owner.clear()

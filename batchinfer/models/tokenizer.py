@@ -106,8 +106,8 @@ class Tokenizer:
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     def digest(self) -> str:
-        """Hex sha256 of everything that decides ids and prompts."""
-        parts = [self.backend.to_str(), json.dumps(self.special_tokens, sort_keys=True), self.chat_template or ""]
+        """Hex sha256 of everything that decides the ids of a text. The chat template has a digest of its own."""
+        parts = [self.backend.to_str(), json.dumps(self.special_tokens, sort_keys=True)]
         return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.errors import InputError
 from batchinfer.job import EngineFactory, EngineLike, engine_settings
-from batchinfer.job_input import JobError, ModelResolver, unreadable_is_input_error
+from batchinfer.job_input import JobError, ModelResolver, find_model, unreadable_is_input_error
 from batchinfer.progress import ProgressReporter, QuietProgress, Snapshot, TokensLeft
 from batchinfer.scoring.metadata import score_metadata, token_policy
 from batchinfer.scoring.run import score_items
@@ -82,11 +82,11 @@ def run_score(
     try:
         with tally.timed("load"):
             model, window = _resolve(settings, resolve)
-            warnings = _warnings(texts.columns, model)
+            digests = _digests(model)
+            warnings = _warnings(texts.columns, model, digests)
             reader = _reader(settings, texts.columns, model, checks_text=bool(warnings))
             progress.stage(f"loading {settings.model}")
             engine = (engine_factory or _load_engine)(model, settings.engine)
-            digests = _digests(model)
         with ParquetOutput(settings.output, schema, settings.overwrite, ScoreResultColumns()) as output:
             progress.stage(f"scoring {settings.texts}")
             job = _Job(settings, engine, reader, window, tally, progress, check_interrupt, texts.source.num_rows)
@@ -225,12 +225,9 @@ def _with_prefix(settings: ScoreSettings, columns: ScoreColumns) -> ScoreSetting
 
 
 def _resolve(settings: ScoreSettings, resolve: ModelResolver | None) -> tuple[ModelSource, Window]:
-    from batchinfer.models.source import resolve_model
     from batchinfer.models.spec import choose_max_model_len
 
-    with unreadable_is_input_error(f"cannot read model {settings.model}"):
-        model = (resolve or resolve_model)(settings.model)
-        assert model.tokenizer  # reads it
+    model = find_model(settings.model, settings.adapter, resolve)
     max_model_len = choose_max_model_len(settings.engine.max_model_len, model.spec, settings.model)
     return model, Window.of(settings.window, settings.stride, max_model_len)
 
@@ -250,12 +247,17 @@ def _reader(settings: ScoreSettings, columns: ScoreColumns, model: ModelSource, 
     )
 
 
-def _warnings(columns: ScoreColumns, model: ModelSource) -> tuple[str, ...]:
+def _warnings(columns: ScoreColumns, model: ModelSource, digests: dict[str, str | None]) -> tuple[str, ...]:
     """What may make the scores of a run's output mean something else than they seem to."""
-    if columns.run is None or columns.run.digests.get("tokenizer") == model.tokenizer.digest():
+    run = columns.run
+    if run is None:
+        return ()
+    uses_template = run.input.messages is not None or run.input.body is not None
+    names = ("tokenizer", "chat_template") if uses_template else ("tokenizer",)
+    if all(run.digests.get(name) == digests[name] for name in names):
         return ()
     return (
-        f"the run's model {columns.run.model} had another tokenizer or chat template than {model.name}: rows whose "
+        f"the run's model {run.model} had another tokenizer or chat template than {model.name}: rows whose "
         "prompt or output is not the same under both are errors (prompt_differs)",
     )
 

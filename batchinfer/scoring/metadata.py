@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.metadata import model_description
 from batchinfer.version import __version__
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def score_metadata(
     description = {
         "version": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": {"name": model.name, "format": model.format, "architecture": model.spec.architecture},
+        "model": model_description(model),
         "digests": digests,
         "policy": summary.policy,
         "head_dtype": HEAD_DTYPE,

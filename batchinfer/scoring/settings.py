@@ -13,7 +13,7 @@ from batchinfer.scoring.chat import TURN_CHOICES, Turns
 from batchinfer.scoring.encode import BOS_CHOICES, Bos
 from batchinfer.settings import SETTINGS, Origins, Setting, engine_config, setting
 
-_SHARED = ("prompts", "messages_column", "system", "limit", "model")  # with `run`, beside engine and output
+_SHARED = ("prompts", "messages_column", "system", "limit", "model", "adapter")  # with `run`, beside engine and output
 
 SCORE_SETTINGS: dict[str, Setting] = {
     one.name: one
@@ -47,6 +47,7 @@ class ScoreSettings:
     model: str
     output: Path
     engine: EngineConfig
+    adapter: str | None = None
     text_column: str | None = None
     context_column: str | None = None
     continuation_column: str | None = None
