@@ -192,9 +192,7 @@ def _invariance_advice(invariance: Sequence[Invariance]) -> list[str]:
     ]
 
 
-def machine_advice(
-    openmp: tuple[str, ...], gpus: tuple[str, ...], *, has_gpu_device: bool
-) -> list[str]:
+def machine_advice(openmp: tuple[str, ...], gpus: tuple[str, ...], *, has_gpu_device: bool) -> list[str]:
     """What would make runs faster."""
     advice = []
     if len(openmp) > 1:
