@@ -19,6 +19,8 @@ import numpy as np, torch
 torch.set_num_threads(1)
 from tiny_models import SMALL_SPEC, random_weights, tiny_engine
 from batchinfer.config import EngineConfig
+from batchinfer.scoring.divergence import compare_tokens
+from batchinfer.scoring.item import ScoreItem
 
 kernels = None if sys.argv[2] == "torch" else sys.argv[2]
 dtype = torch.float32 if kernels is None else torch.bfloat16
@@ -37,17 +39,36 @@ def status(name):
 
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 before = status("VmRSS")
-found = engine.score(rows, entropies=True)
-assert [row.num_scored_tokens for row in found] == [1999, 1999]
+if sys.argv[3] == "score":
+    found = engine.score(rows, entropies=True)
+    assert [row.num_scored_tokens for row in found] == [1999, 1999]
+else:
+    (found,) = compare_tokens(engine, engine, [ScoreItem(np.array(rows[0][:700], np.int32), ((1, 700),))])
+    assert len(found) == 699
 print(status("VmHWM") - before - engine._kv.nbytes)
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-@pytest.mark.parametrize("kernels", ["torch", *INSTRUCTION_SETS[:1]])
-def test_peak_memory_stays_below_a_gigabyte(kernels: str) -> None:
-    """The logits of one row alone would take 1.2 GB."""
+pytestmark = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+KERNELS = ["torch", *INSTRUCTION_SETS[:1]]
+
+
+def peak_bytes(kernels: str, what: str) -> int:
+    """Above what is there before: weights, KV, libraries."""
     tests = str(Path(__file__).resolve().parent.parent)
-    done = subprocess.run([sys.executable, "-c", _SCRIPT, tests, kernels], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-c", _SCRIPT, tests, kernels, what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 1e9, f"{int(done.stdout) / 1e6:,.0f} MB"
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_scores_take_less_than_a_gigabyte(kernels: str) -> None:
+    """The logits of one row alone would be 1.2 GB. Measured: 345 MB on plain torch, 6 MB on the C++ kernels."""
+    assert peak_bytes(kernels, "score") < 1e9
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_divergences_hold_few_logits(kernels: str) -> None:
+    """The logits of both models would be 840 MB."""
+    assert peak_bytes(kernels, "divergence") < 400e6
