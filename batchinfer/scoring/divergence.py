@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from batchinfer.errors import InputError
-from batchinfer.kernels import reference
 from batchinfer.planner.prefix_tree import build_prefix_tree
 from batchinfer.scoring.item import ScoreItem
 from batchinfer.scoring.windows import Window
 from batchinfer.types import Prompt, RowError, SamplingParams, ScoreRequest, TokenIds
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported where it is used: evaluators are looked at before any work
+    from torch import Tensor
+
     from batchinfer.engine.engine import Engine
+    from batchinfer.kernels import reference
+
+    _Hidden = list[Tensor | RowError]
 
 #: Logits held at a time, of each model: 16 MiB in fp32.
 MAX_LOGITS = 1 << 22
@@ -137,9 +138,6 @@ def _batches(items: Sequence[ScoreItem], window: Window, max_tokens: int) -> Ite
         yield batch
 
 
-_Hidden = list[Tensor | RowError]
-
-
 def _hidden(engine: Engine, batch: Sequence[_Piece], on_step: Callable[[Any], None] | None) -> _Hidden:
     """[num_scored, hidden_size] of each piece, or why there is none."""
     prompts = [
@@ -155,8 +153,12 @@ def _hidden(engine: Engine, batch: Sequence[_Piece], on_step: Callable[[Any], No
 
 
 def _compare(before: Engine, after: Engine, batch: Sequence[_Piece], p: _Hidden, q: _Hidden) -> list[TokenDivergence]:
+    import torch
+
+    from batchinfer.kernels import reference
+
     pairs = list(zip(p, q, strict=True))
-    good = [i for i, (one, two) in enumerate(pairs) if isinstance(one, Tensor) and isinstance(two, Tensor)]
+    good = [i for i, pair in enumerate(pairs) if not any(map(_is_error, pair))]
     found = {i: TokenDivergence.failed(error) for i, pair in enumerate(pairs) for error in pair if _is_error(error)}
     if good:
         targets = [batch[i].targets for i in good]
@@ -174,6 +176,11 @@ def _is_error(value: Tensor | RowError) -> TypeGuard[RowError]:
 
 def _divergence(before: Engine, after: Engine, p: Tensor, q: Tensor, targets: TokenIds) -> reference.Divergence:
     """Of all rows of hidden states p and q [rows, hidden_size], a few rows of logits at a time; on the CPU."""
+    import torch
+    import torch.nn.functional as F
+
+    from batchinfer.kernels import reference
+
     vocab_size = before.model.spec.vocab_size
     step = max(reference.ROW_MULTIPLE, MAX_LOGITS // vocab_size // reference.ROW_MULTIPLE * reference.ROW_MULTIPLE)
     ids = torch.from_numpy(targets.astype(np.int64)).to(after.device)
