@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from batchinfer.evals.report.grid import grid
 from batchinfer.evals.report.numbers import NumberFormat
 from batchinfer.evals.report.plots import ForestRow, curve, distribution, forest
 from batchinfer.evals.report.verdicts import main_metrics
-from batchinfer.evals.result import ComparisonResult, Estimate, MetricResult, SliceResult, Verdict
+from batchinfer.evals.result import ComparisonResult, Estimate, MetricResult, SliceResult, Table, Verdict
 
 Floats = npt.NDArray[np.float64]
 
@@ -28,7 +30,6 @@ class Panel:
     title: str
     svg: Markup
     note: str = ""
-    name: str = ""  # of the metric, for links to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def forest_panels(result: ComparisonResult) -> list[Panel]:
     for metric in main_metrics(result):
         if metric.difference.mean is not None:
             neutral = None if metric.is_paired else metric.spec.neutral
-            by_axis.setdefault((metric.spec.unit, neutral), []).append(metric)
+            by_axis.setdefault((NumberFormat.of_metric(metric).unit, neutral), []).append(metric)
     panels = []
     for number, ((_, neutral), metrics) in enumerate(by_axis.items()):
         form = NumberFormat.of_metric(metrics[0])
@@ -57,7 +58,8 @@ def forest_panels(result: ComparisonResult) -> list[Panel]:
             unit = "percentage points" if form.unit == "%" else form.unit
             title, label = f"In {unit}", f"after − before, {unit}"
         else:
-            title, label = f"Between the sides, {form.unit}", f"{form.unit}; equal sides: {neutral * form.factor:g}"
+            equal = f"two equal sides give {neutral * form.factor:g}"
+            title, label = f"Between the sides, in {form.unit}", f"{form.unit}; {equal}"
         rows = [_forest_row(metric) for metric in metrics]
         panels.append(Panel(title, forest(rows, label, f"f{number}", neutral=(neutral or 0.0) * form.factor)))
     return panels
@@ -131,18 +133,33 @@ def _row_values(result: ComparisonResult, metric: MetricResult) -> tuple[Floats 
 
 
 def _distribution(metric: MetricResult, before: Floats | None, after: Floats, prefix: str) -> Panel:
-    form = NumberFormat.of_metric(metric)
+    form = NumberFormat.of_rows(metric)
     spec = metric.spec
+    means = [_row_mean(estimate, metric) for estimate in _sides(metric)]
     svg = distribution(
         None if before is None else before * form.factor,
         after * form.factor,
         form.unit or spec.title.lower(),
         prefix,
+        means=[_scaled(mean, form) for mean in means],
         neutral=spec.neutral * form.factor,
     )
     rows = "prompts" if spec.level == "prompt" else "rows"
-    summary = "" if spec.summary == "mean" else ". The table has exp of the mean, weighted by tokens"
-    return Panel(spec.title, svg, f"{len(after):,} {rows}{summary}", metric.name)
+    is_weighted = means[-1] is not None and not math.isclose(means[-1], after.mean(), rel_tol=1e-6, abs_tol=1e-9)
+    notes = [f"{len(after):,} {rows}", "weighted means" if is_weighted else ""]
+    notes += ["the table has exp of them"] if spec.summary == "exp_mean" else []
+    return Panel(spec.title, svg, "; ".join(filter(None, notes)))
+
+
+def _sides(metric: MetricResult) -> list[Estimate | None]:
+    return [metric.before, metric.after] if metric.is_paired else [metric.difference]
+
+
+def _row_mean(estimate: Estimate | None, metric: MetricResult) -> float | None:
+    """In the unit of the rows."""
+    if estimate is None or estimate.mean is None or metric.spec.summary == "mean":
+        return None if estimate is None else estimate.mean
+    return math.log(estimate.mean) if estimate.mean > 0 else None
 
 
 def _crosstab(metric: MetricResult, before: Floats, after: Floats) -> Crosstab:
@@ -154,10 +171,15 @@ def _crosstab(metric: MetricResult, before: Floats, after: Floats) -> Crosstab:
     )
 
 
+def grid_panels(tables: Sequence[Table]) -> list[Panel]:
+    """Tables of one quantity over two kinds of things, such as texts by models."""
+    return [Panel(table.title, grid(table, f"g{number}"), table.note or "") for number, table in enumerate(tables)]
+
+
 def curve_panels(result: ComparisonResult) -> list[Panel]:
     drawable = [found for found in result.curves if any(y is not None for series in found.series for y in series.y)]
     return [
-        Panel(found.title, curve(found, f"c{number}"), "; ".join(filter(None, (found.y_label, found.note))))
+        Panel(found.title, curve(found, f"c{number}"), ". ".join(filter(None, (found.y_label, found.note))))
         for number, found in enumerate(drawable)
     ]
 
@@ -168,9 +190,10 @@ def slice_panels(slices: Sequence[SliceResult], metrics: Sequence[MetricResult],
     for one in slices:
         if one.difference.mean is not None:
             by_metric.setdefault(one.metric, []).append(one)
-    flagged = (Verdict.WORSE, Verdict.BETTER, Verdict.CHANGED)
+    order = (Verdict.WORSE, Verdict.BETTER, Verdict.CHANGED)
     known = [metric for metric in metrics if metric.name in by_metric and not metric.spec.is_derived]
-    shown = [metric for metric in known if metric.verdict in flagged] or known
+    flagged = [metric for metric in known if metric.verdict in order]
+    shown = sorted(flagged, key=lambda metric: order.index(metric.verdict)) or known
     for number, metric in enumerate(shown[:_MAX_SLICE_METRICS]):
         found = by_metric[metric.name][:MAX_SLICE_ROWS]
         form = NumberFormat.of_metric(metric)

@@ -63,10 +63,10 @@ class ExampleList:
 
 @dataclass(frozen=True, slots=True)
 class MetricExamples:
-    name: str
     title: str
     verdict: str
     sign: str
+    unit: str
     is_open: bool
     lists: list[ExampleList]
 
@@ -105,8 +105,9 @@ def metric_examples(result: ComparisonResult) -> list[MetricExamples]:
         lists = [_list(heading, by_metric.get(metric.name, ()), metric, texts) for heading, by_metric in ends]
         lists = [one for one in lists if one.rows]
         if lists:
-            sign = SIGNS[metric.verdict]
-            found.append(MetricExamples(metric.name, metric.spec.title, str(metric.verdict), sign, not found, lists))
+            verdict, spec = metric.verdict, metric.spec
+            is_open = not found
+            found.append(MetricExamples(spec.title, str(verdict), SIGNS[verdict], spec.unit, is_open, lists))
     return found
 
 

@@ -36,7 +36,6 @@ class MetricRow:
     noise: str
     verdict: str
     sign: str
-    reason: str | None
     is_derived: bool
 
 
@@ -98,7 +97,6 @@ def _row(metric: MetricResult) -> MetricRow:
         noise=form.value(metric.noise_floor.size) if metric.noise_floor else NONE,
         verdict=str(metric.verdict),
         sign=SIGNS[metric.verdict],
-        reason=metric.reason,
         is_derived=spec.is_derived,
     )
 

@@ -11,6 +11,8 @@ NONE = "–"
 #: Units of MetricSpec that are shown under another name.
 _UNITS = {"share": "%"}
 _DIFFERENCE_UNITS = {"share": "points"}
+#: Unit of the rows -> of exp of their mean.
+_EXP_UNITS = {"nats/token": "perplexity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,16 @@ class NumberFormat:
 
     @classmethod
     def of_metric(cls, metric: MetricResult) -> NumberFormat:
-        return cls.of(metric.spec.unit, metric.before, metric.after, metric.difference)
+        """Of its estimates. With the summary exp_mean these are not in the rows' unit."""
+        unit = metric.spec.unit
+        if metric.spec.summary == "exp_mean":
+            unit = _EXP_UNITS.get(unit, f"exp({unit})")
+        return cls.of(unit, metric.before, metric.after, metric.difference)
+
+    @classmethod
+    def of_rows(cls, metric: MetricResult) -> NumberFormat:
+        """Of single rows' values."""
+        return cls.of(metric.spec.unit)
 
     def value(self, number: float | None) -> str:
         """Without the unit."""

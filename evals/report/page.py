@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from batchinfer.evals.report.charts import curve_panels, distributions, forest_panels
+from batchinfer.evals.report.charts import curve_panels, distributions, forest_panels, grid_panels
 from batchinfer.evals.report.example_rows import MAX_ROWS, metric_examples
 from batchinfer.evals.report.identities import identities
 from batchinfer.evals.report.methods import methods
@@ -19,8 +19,11 @@ from batchinfer.evals.report.text import visible
 from batchinfer.evals.report.verdicts import finding_groups, headline, main_metrics
 from batchinfer.evals.result import ComparisonResult
 
-#: The table of the 2 x 2 perplexity has a place of its own.
-PERPLEXITY_TABLE = "perplexity_2x2"
+#: Drawn as a grid.
+GRID_TABLE = "perplexity_2x2"
+#: Evaluators' tables that stand in a section with plots; the others come at the end.
+PERPLEXITY_TABLES = ("reference_texts",)
+DRIFT_TABLES = ("drift", "policy_ratio", "stored_logprobs")
 
 
 def write_html(result: ComparisonResult, path: Path) -> None:
@@ -46,7 +49,8 @@ def render_html(result: ComparisonResult) -> str:
 
 
 def _view(result: ComparisonResult) -> dict[str, Any]:
-    perplexity = [table for table in result.tables if table.name == PERPLEXITY_TABLE]
+    tables = [table for table in result.tables if table.rows]
+    placed = (GRID_TABLE, *PERPLEXITY_TABLES, *DRIFT_TABLES)
     return {
         "result": result,
         "headline": headline(result),
@@ -54,12 +58,14 @@ def _view(result: ComparisonResult) -> dict[str, Any]:
         "metrics": metric_table(result),
         "forests": forest_panels(result),
         "distributions": distributions(result),
-        "perplexity": perplexity,
+        "grids": grid_panels([table for table in tables if table.name == GRID_TABLE and len(table.columns) > 1]),
+        "perplexity_tables": [table for table in tables if table.name in PERPLEXITY_TABLES],
         "curves": curve_panels(result),
+        "drift_tables": [table for table in tables if table.name in DRIFT_TABLES],
         "slices": slice_columns(result),
         "examples": metric_examples(result),
         "max_examples": MAX_ROWS,
-        "tables": [table for table in result.tables if table.name != PERPLEXITY_TABLE and table.rows],
+        "tables": [table for table in tables if table.name not in placed],
         "identities": identities(result),
         "methods": methods(result),
     }
@@ -72,8 +78,8 @@ def _sections(view: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "metrics": ("Metrics", view["metrics"].rows),
         "differences": ("Differences", view["forests"]),
         "distributions": ("Distributions", found.panels or found.crosstabs),
-        "perplexity": ("Perplexity", view["perplexity"]),
-        "curves": ("Along the output", view["curves"]),
+        "perplexity": ("Perplexity", view["grids"] or view["perplexity_tables"]),
+        "drift": ("Drift", view["curves"] or view["drift_tables"]),
         "slices": ("Slices", view["slices"]),
         "rows": ("Rows to read", view["examples"]),
         "tables": ("More tables", view["tables"]),

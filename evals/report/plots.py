@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,8 @@ VERDICT_STYLES = {
 _SERIES_STYLES = (("after", "-"), ("changed", "--"), ("series3", "-."), ("series4", ":"), ("ink", (0, (5, 1, 1, 1))))
 _SIDE_STYLES = {"before": ("before", "--"), "after": ("after", "-")}
 _ROW_HEIGHT = 40
+_NUM_LETTERS = 56  # that fit side by side
+_LEGEND_HEIGHT = 17
 _MAX_BINS = 24
 
 
@@ -82,7 +85,7 @@ def _forest_row(axes: Axes, row: ForestRow, place: int, neutral: float) -> None:
     at_edge = blended_transform_factory(axes.transAxes, axes.transData)
     on_page = {"facecolor": COLOURS["page"], "edgecolor": "none", "pad": 1}  # keeps the line at neutral off the words
     words: dict[str, Any] = {"transform": at_edge, "va": "center", "bbox": on_page}
-    axes.text(0, place + 0.34, one_line(row.label, 34), ha="left", **words)
+    axes.text(0, place + 0.34, one_line(row.label, _NUM_LETTERS - len(row.text)), ha="left", **words)
     axes.text(1, place + 0.34, row.text, ha="right", color=COLOURS["muted"], **words)
     if row.missed:
         axes.plot([neutral - row.missed, neutral + row.missed], [y, y], color=COLOURS["soft"], linewidth=10, zorder=0)
@@ -110,13 +113,20 @@ def _few_ticks(axes: Axes, low: float, high: float) -> None:
 
 
 def distribution(
-    before: Floats | None, after: Floats, axis_label: str, prefix: str, *, neutral: float | None
+    before: Floats | None,
+    after: Floats,
+    axis_label: str,
+    prefix: str,
+    *,
+    means: Sequence[float | None] = (),
+    neutral: float | None = None,
 ) -> Markup:
     """Histograms over the same bins: before dashed, after solid and filled; their means below the axis.
 
     Args:
         before: [n]; None for figures between the two sides, which have one histogram and a line at `neutral`.
         after: [n] finite, as before.
+        means: of each side, which may be weighted and so not be those of the values.
     """
     height = 150
     sides = {"before": before, "after": after} if before is not None else {"": after}
@@ -124,7 +134,7 @@ def distribution(
     with drawing(height) as figure:
         axes = figure.add_axes((30 / WIDTH, 42 / height, 1 - 46 / WIDTH, (height - 52) / height))
         tallest = 0
-        for name, values in sides.items():
+        for (name, values), mean in zip_longest(sides.items(), means):
             assert values is not None
             counts = np.histogram(np.clip(values, bins[0], bins[-1]), bins)[0]
             tallest = max(tallest, int(counts.max()))
@@ -132,9 +142,12 @@ def distribution(
             if name != "before":
                 axes.stairs(counts, bins, fill=True, color=COLOURS[colour], alpha=0.18, linewidth=0)
             axes.stairs(counts, bins, color=COLOURS[colour], linestyle=dashes, linewidth=1.5)
-            mean = float(np.clip(values.mean(), bins[0], bins[-1]))
-            face = COLOURS["page"] if name == "before" else COLOURS[colour]
-            axes.plot([mean], [0], marker="^", markersize=7, color=COLOURS[colour], markerfacecolor=face, clip_on=False)
+            if mean is not None:
+                x = float(np.clip(mean, bins[0], bins[-1]))
+                face = COLOURS["page"] if name == "before" else COLOURS[colour]
+                axes.plot(
+                    [x], [0], marker="^", markersize=7, color=COLOURS[colour], markerfacecolor=face, clip_on=False
+                )
         if before is None and neutral is not None and bins[0] <= neutral <= bins[-1]:
             axes.axvline(neutral, color=COLOURS["muted"], linewidth=1)
         axes.set_xlim(bins[0], bins[-1])
@@ -143,10 +156,10 @@ def distribution(
         axes.set_xlabel(axis_label)
         axes.tick_params("x", pad=6)
         _few_ticks(axes, bins[0], bins[-1])
-        means = ", ".join(
-            f"{name or 'mean'} {values.mean():.4g}" for name, values in sides.items() if values is not None
+        said = ", ".join(
+            f"{name or 'mean'} {mean:.4g}" for name, mean in zip(sides, means, strict=False) if mean is not None
         )
-        label = f"Histogram of {len(after):,} rows, {axis_label}. Means: {means}. Tallest bar: {tallest:,} rows"
+        label = f"Histogram of {len(after):,} rows, {axis_label}. Means: {said}. Tallest bar: {tallest:,} rows"
         return to_svg(figure, label, prefix)
 
 
@@ -172,9 +185,12 @@ def histogram_bins(values: Floats) -> Floats:
 
 def curve(found: Curve, prefix: str) -> Markup:
     """Lines over x with their bands, and a legend above."""
-    height = 210
+    has_long_names = any(len(series.name) > 22 for series in found.series)
+    num_columns = 1 if has_long_names else 2
+    legend = _LEGEND_HEIGHT * math.ceil(len(found.series) / num_columns) if len(found.series) > 1 else 0
+    height = 192 + legend
     with drawing(height) as figure:
-        axes = figure.add_axes((46 / WIDTH, 40 / height, 1 - 58 / WIDTH, (height - 66) / height))
+        axes = figure.add_axes((46 / WIDTH, 40 / height, 1 - 58 / WIDTH, (height - legend - 48) / height))
         axes.grid(axis="y", color=COLOURS["line"], linewidth=0.5)
         axes.set_axisbelow(True)
         for place, series in enumerate(found.series):
@@ -184,7 +200,7 @@ def curve(found: Curve, prefix: str) -> Markup:
                 low, high = _plottable(series.low), _plottable(series.high)
                 axes.fill_between(x, low, high, color=COLOURS[colour], alpha=0.15, linewidth=0)
             marker = "o" if len(x) == 1 else None
-            label = one_line(series.name, 28)
+            label = one_line(series.name, 48)
             axes.plot(x, y, color=COLOURS[colour], linestyle=dashes, linewidth=1.75, label=label, marker=marker)
         axes.set_xlabel(one_line(found.x_label))
         axes.yaxis.set_major_locator(_locator(4))
@@ -192,7 +208,14 @@ def curve(found: Curve, prefix: str) -> Markup:
         axes.margins(x=0.02)
         if len(found.series) > 1:
             axes.legend(
-                loc="lower left", bbox_to_anchor=(-0.16, 0.98), ncols=2, frameon=False, borderpad=0, handlelength=2.2
+                loc="lower left",
+                bbox_to_anchor=(0, (height - legend) / height),
+                bbox_transform=figure.transFigure,
+                ncols=num_columns,
+                frameon=False,
+                borderpad=0,
+                borderaxespad=0,
+                handlelength=2.2,
             )
         return to_svg(figure, _curve_in_words(found), prefix)
 

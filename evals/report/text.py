@@ -37,9 +37,12 @@ def _write_out(match: re.Match[str]) -> str:
 
 
 def one_line(text: str, max_length: int = 60) -> str:
-    """For labels: visible, without line breaks, cut."""
+    """For labels: visible, without line breaks, cut in the middle."""
     text = visible(" ".join(text.split()))
-    return text if len(text) <= max_length else text[: max_length - 1] + "…"
+    if len(text) <= max_length:
+        return text
+    num_end = max_length // 3  # names that begin alike often end differently
+    return f"{text[: max_length - num_end - 1]}…{text[len(text) - num_end :]}"
 
 
 @dataclass(frozen=True, slots=True)

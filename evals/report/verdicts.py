@@ -27,11 +27,12 @@ _HEADINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One metric's sentence; `title` is what it begins with."""
+    """One metric's sentence; `title` is what it begins with, `reason` what it ends with."""
 
     name: str
     title: str
     text: str
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,15 @@ class FindingGroup:
     verdict: Verdict
     sign: str
     heading: str
+    blocks: list[FindingBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class FindingBlock:
+    """Findings with one and the same reason, which is said once, below them; most often one, or none has a reason."""
+
     findings: list[Finding]
+    reason: str | None
 
 
 def headline(result: ComparisonResult) -> str:
@@ -63,6 +72,8 @@ def headline(result: ComparisonResult) -> str:
         return f"No change found in {count(num[Verdict.NO_CHANGE], 'metric')}"
     if num[Verdict.NO_CHANGE]:
         parts.append(f"{num[Verdict.NO_CHANGE]} without a change")
+    if num[Verdict.NOT_TESTED]:
+        parts.append(f"{num[Verdict.NOT_TESTED]} not tested")
     return ", ".join(parts)
 
 
@@ -77,7 +88,11 @@ def finding_groups(metrics: Sequence[MetricResult]) -> list[FindingGroup]:
     for verdict, heading in _HEADINGS.items():
         found = [_finding(metric) for metric in metrics if metric.verdict is verdict]
         if found:
-            groups.append(FindingGroup(verdict, SIGNS[verdict], heading, found))
+            by_reason: dict[str | None, list[Finding]] = {}
+            for one in found:
+                by_reason.setdefault(one.reason, []).append(one)
+            blocks = [FindingBlock(same, reason) for reason, same in by_reason.items()]
+            groups.append(FindingGroup(verdict, SIGNS[verdict], heading, blocks))
     return groups
 
 
@@ -86,14 +101,14 @@ def _finding(metric: MetricResult) -> Finding:
         Verdict.NO_CHANGE: _no_change,
         Verdict.NOT_TESTED: _not_tested,
     }.get(metric.verdict, _changed)
-    return Finding(metric.name, metric.spec.title, sentence(metric))
+    return Finding(metric.name, metric.spec.title, sentence(metric), metric.reason)
 
 
 def _changed(metric: MetricResult) -> str:
     form = NumberFormat.of_metric(metric)
     p = _p_text(metric)
     if metric.before is None or metric.after is None:
-        return f"{_between(metric, form)}, beyond the noise floor"
+        return f"{_between(metric, form)}; beyond the noise floor"
     write = form.with_unit if form.unit == "%" else form.value
     return f"{write(metric.before.mean)} before, {write(metric.after.mean)} after: {_difference(metric, form)}{p}"
 
@@ -101,13 +116,11 @@ def _changed(metric: MetricResult) -> str:
 def _no_change(metric: MetricResult) -> str:
     form = NumberFormat.of_metric(metric)
     if metric.before is None:
-        return _because(_between(metric, form), metric.reason)
+        return _between(metric, form)
     if not metric.wins + metric.losses:
-        return _because("no row differs", metric.reason)
+        return "no row differs"
     text = f"{_difference(metric, form)}{_p_text(metric)}"
-    if metric.reason:
-        return _because(text, metric.reason)
-    if metric.min_detectable_effect:
+    if metric.min_detectable_effect and not metric.reason:
         missed = form.with_unit(metric.min_detectable_effect, is_difference=True)
         text += f"; a change below {missed} may have been missed"
     return text
@@ -116,10 +129,8 @@ def _no_change(metric: MetricResult) -> str:
 def _not_tested(metric: MetricResult) -> str:
     form = NumberFormat.of_metric(metric)
     if metric.difference.mean is None:
-        return metric.reason or "there is no value"
-    if metric.before is None:
-        return _because(_between(metric, form), metric.reason)
-    return _because(_difference(metric, form), metric.reason)
+        return "no value"
+    return _between(metric, form) if metric.before is None else _difference(metric, form)
 
 
 def _difference(metric: MetricResult, form: NumberFormat) -> str:
@@ -127,7 +138,7 @@ def _difference(metric: MetricResult, form: NumberFormat) -> str:
     parts = (
         form.signed(metric.difference.mean),
         form.interval(metric.difference, is_signed=True),
-        form.difference_unit,
+        "" if form.difference_unit in metric.spec.title.lower() else form.difference_unit,
     )
     return " ".join(filter(None, parts))
 
@@ -139,13 +150,9 @@ def _between(metric: MetricResult, form: NumberFormat) -> str:
     return f"{' '.join(filter(None, parts))}, where two equal sides give {neutral}"
 
 
-def _because(text: str, reason: str | None) -> str:
-    return f"{text}; {reason}" if reason else text
-
-
 def _p_text(metric: MetricResult) -> str:
     adjusted = metric.tests[0].p_adjusted if metric.tests else None
     if adjusted is None:
         return ""
     text = p_value(adjusted)
-    return f", p {text}" if text.startswith("<") else f", p = {text}"
+    return f", p\u00a0{text}" if text.startswith("<") else f", p\u00a0=\u00a0{text}"

@@ -17,7 +17,7 @@ from batchinfer.evals.report import render_html
 from batchinfer.evals.result import ComparisonResult, Curve, Series, Table
 
 SECTIONS = (
-    "verdict", "metrics", "differences", "distributions", "perplexity", "curves", "slices", "rows", "tables",
+    "verdict", "metrics", "differences", "distributions", "perplexity", "drift", "slices", "rows", "tables",
     "runs", "methods",
 )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_a_run_against_itself(make_run: Callable[..., pa.Table]) -> None:
     run = make_run(["same"] * 40)
     page = render_html(compare(run, run, metrics=["length"]))
     assert "No change found in 4 metrics" in page
-    assert "no row differs; all outputs are the same" in page
+    assert "no row differs" in page
     assert sections(page) == ["verdict", "metrics", "differences", "tables", "runs", "methods"]
 
 
@@ -136,6 +136,27 @@ def test_values_without_a_number_are_shown_as_such(make_run: Callable[..., pa.Ta
     assert "2 → ∞ (+∞)" in page  # the row's own figures
     assert "nothing to measure" in page
     assert "No line" not in page
+
+
+def test_weighted_means_and_exp_of_them_are_said_to_be_such(make_run: Callable[..., pa.Table]) -> None:
+    class Perplexity:
+        name, title, needs, metric_names = "perplexity", "Perplexity", Needs(), ("ppl",)
+
+        def why_not(self, pairs, context) -> None:
+            return None
+
+        def score(self, pairs, context) -> Scores:
+            nll, tokens = np.linspace(1, 3, len(pairs)), np.linspace(10, 1, len(pairs))
+            spec = MetricSpec("ppl", "Some texts", "nats/token", "continuous", False, summary="exp_mean")
+            sides = {"before": RowValues.of(nll), "after": RowValues.of(nll - 0.5)}
+            return Scores((MetricScores(spec, **sides, before_weights=tokens, after_weights=tokens),))
+
+    result = compare(make_run(["a"] * 40), make_run(["b"] * 40), metrics=[Perplexity()])
+    page = text_of(render_html(result))
+    before, after = (math.exp(np.average(np.linspace(1, 3, 40), weights=np.linspace(10, 1, 40)) - x) for x in (0, 0.5))
+    assert f"{before:.2f} before, {after:.2f} after: −{before - after:.2f}" in page
+    assert "perplexity, p = 0.0001" in page
+    assert "40 rows; weighted means; the table has exp of them" in page
 
 
 def test_the_page_is_a_function_of_the_result(full_result: ComparisonResult) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
 import pytest
 
+from batchinfer.evals.report.grid import grid
 from batchinfer.evals.report.plots import ForestRow, distribution, forest, histogram_bins
-from batchinfer.evals.result import Verdict
+from batchinfer.evals.result import Table, Verdict
 
 
 def test_whole_numbers_have_a_bin_each() -> None:
@@ -59,3 +61,19 @@ def test_references_inside_a_plot_have_its_prefix() -> None:
         assert set(re.findall(r'(?:url\(|href=")#([^)"]*)', svg)) == known
     assert "xmlns" not in first
     assert "<metadata" not in first
+
+
+def test_a_grid_is_shaded_by_ratio_and_says_its_numbers() -> None:
+    rows = (("before", 2.0, 4.0), ("after", 8.0, None), ("other", 0.0, math.inf))
+    svg = grid(Table("t", "Perplexity", ("of", "by one", "by two"), rows), "g")
+    label = re.search(r'aria-label="([^"]*)"', svg)
+    assert label is not None
+    assert label[1].startswith("Perplexity: before, by one: 2.000; before, by two: 4.000; after, by one: 8.000")
+    alphas = [float(alpha) for alpha in re.findall(r"fill: var\(--after\); opacity: ([\d.]+)", svg)]
+    assert alphas == pytest.approx([0.06, 0.23, 0.4, 0.06, 0.06, 0.06])
+
+
+def test_names_that_begin_alike_stay_apart() -> None:
+    rows = [ForestRow(f"{'the same long beginning ' * 4}{end}", "+1 [0, 2]", 1, 0, 2) for end in ("left", "right")]
+    texts = re.findall(r"<text[^>]*>([^<]*…[^<]*)</text>", forest(rows, "points", "f0"))
+    assert len(set(texts)) == 2

@@ -84,7 +84,7 @@ def test_visible_keeps_what_scripts_and_emoji_need() -> None:
     assert visible(kept) == kept
     assert visible("a\rb\x7f\x85\u200b\u2028") == "a␍b\\x7f\\x85\\u200b\\u2028"
     assert one_line(" a \n b ") == "a b"
-    assert one_line("x" * 100, 10) == "x" * 9 + "…"
+    assert one_line("x" * 100, 10) == "x" * 6 + "…" + "x" * 3
 
 
 @pytest.mark.parametrize(
