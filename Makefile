@@ -51,6 +51,9 @@ demo: $(READY)  ## run the quickstart prompts through the embedded model and sho
 	    --stop $$'\n\n' --output $(DEMO) --overwrite
 	@$(BIN)/python recipes/show_results.py $(DEMO)
 
+eval-demo: $(READY)  ## train a small LoRA, evaluate the model before and after, write a report
+	$(BIN)/python recipes/eval_demo.py data/quickstart.parquet --model smollm2-135m --output build/eval-demo
+
 test: $(READY)  ## run all tests
 	$(PYTEST)
 
@@ -82,4 +85,4 @@ clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info kernels/cpu/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo test test-quick sanitize lint types format clean
+.PHONY: help setup demo eval-demo test test-quick sanitize lint types format clean
