@@ -95,7 +95,7 @@ class _Texts:
 
 def metric_examples(result: ComparisonResult) -> list[MetricExamples]:
     """Metrics that changed first, the first of them open."""
-    order = (Verdict.WORSE, Verdict.CHANGED, Verdict.BETTER, Verdict.NO_CHANGE, Verdict.NOT_TESTED)
+    order = (Verdict.WORSE, Verdict.BETTER, Verdict.CHANGED, Verdict.NO_CHANGE, Verdict.NOT_TESTED)
     metrics = sorted(main_metrics(result), key=lambda metric: order.index(metric.verdict))
     texts = _Texts()
     found: list[MetricExamples] = []

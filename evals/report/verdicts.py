@@ -101,14 +101,16 @@ def _finding(metric: MetricResult) -> Finding:
         Verdict.NO_CHANGE: _no_change,
         Verdict.NOT_TESTED: _not_tested,
     }.get(metric.verdict, _changed)
-    return Finding(metric.name, metric.spec.title, sentence(metric), metric.reason)
+    is_beyond_noise = metric.verdict is Verdict.CHANGED and not metric.is_paired
+    reason = metric.reason or ("beyond the noise floor" if is_beyond_noise else None)
+    return Finding(metric.name, metric.spec.title, sentence(metric), reason)
 
 
 def _changed(metric: MetricResult) -> str:
     form = NumberFormat.of_metric(metric)
     p = _p_text(metric)
     if metric.before is None or metric.after is None:
-        return f"{_between(metric, form)}; beyond the noise floor"
+        return _between(metric, form)
     write = form.with_unit if form.unit == "%" else form.value
     return f"{write(metric.before.mean)} before, {write(metric.after.mean)} after: {_difference(metric, form)}{p}"
 

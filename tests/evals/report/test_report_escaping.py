@@ -12,12 +12,9 @@ from batchinfer.evals.report import render_html
 from batchinfer.evals.result import ComparisonResult, Notice
 
 HOSTILE = (
-    "<script>alert(1)</script>",
-    "</pre></td></table></svg><img src=x onerror=alert(1)>",
-    "\"' onmouseover='alert(1)' x=\"",
-    "{{ 7 * 7 }}{% raw %}",
-    "&lt;b&gt;&amp;<!-- <![CDATA[ ]]>",
-    "</style><style>*{display:none}</style>",
+    "<script>alert(1)</script></pre></td></table></svg><img src=x onerror=alert(1)>",
+    "\"' onmouseover='alert(1)' x=\" {{ 7 * 7 }}{% raw %}",
+    "&lt;b&gt;&amp;<!-- <![CDATA[ ]]></style><style>*{display:none}</style>",
     "$\\frac{1}{2}$ $x_",
 )
 
