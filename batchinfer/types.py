@@ -43,6 +43,8 @@ class ErrorCode(StrEnum):
     NEVER_FITS = "never_fits"  # prompt + max_tokens exceed the whole KV pool
     INVALID_PROMPT = "invalid_prompt"  # e.g. text that is not valid Unicode, ids out of range
     INVALID_MESSAGES = "invalid_messages"  # the chat template refused them, a role is missing, ...
+    INVALID_IMAGE = "invalid_image"  # an image in the messages, unreadable or for a model that reads text only
+    INVALID_ROW = "invalid_row"  # the input cannot be read there, e.g. a line that is no JSON object
     INVALID_PARAMS = "invalid_params"  # the row's own sampling parameters
     NON_FINITE_LOGITS = "non_finite_logits"
     NOTHING_TO_SCORE = "nothing_to_score"  # empty, or a lone token without context; no failure
