@@ -1,4 +1,4 @@
-"""Which kernels a model runs on, and why."""
+"""Which kernels a model runs on if its device is a CPU, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class KernelChoice:
 
     name: str  # an instruction set of the C++ kernels, or TORCH
     reason: str | None = None  # why it is not the best that there is
-    is_missing: bool = False  # kernels would have run, had they been built: the user should hear of it
+    is_missing: bool = False  # kernels could have run, were they there: the user should hear of it
+    remedy: str | None = None  # what to do about it
 
 
 def choose_kernels(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> KernelChoice:
@@ -58,4 +59,4 @@ def best_built() -> KernelChoice:
             problems.append(str(error))
         else:
             return KernelChoice(name, "; ".join(problems) or None)
-    return KernelChoice(TORCH, "; ".join(problems), is_missing=True)
+    return KernelChoice(TORCH, "; ".join(problems), is_missing=True, remedy=f"To build them: {HOW_TO_BUILD}")
