@@ -130,10 +130,19 @@ def prompts_of(
             if table is None:
                 return
             prompts = build_prompts(
-                table, first_row_index, rows.columns, tokenizer, params, system=system, vocab_size=vocab_size
+                table,
+                first_row_index,
+                rows.columns,
+                tokenizer,
+                params,
+                system=system,
+                vocab_size=vocab_size,
+                row_errors=rows.source.row_errors,
             )
-        except InputError:
-            raise
+        except InputError as error:
+            if first_row_index == 0:
+                raise
+            raise JobError(f"rows from {first_row_index} on: {error}") from error
         except Exception as error:
             raise JobError(f"{rows.name}, rows from {first_row_index} on: {error}") from error
         yield first_row_index, table, prompts

@@ -51,8 +51,8 @@ def generate_dataset(
 
     Args:
         dataset: a datasets.Dataset (features, format and split are kept, selections respected), a
-            pandas.DataFrame (index and dtypes are kept) or a pyarrow.Table. Columns that are not read may
-            hold anything.
+            datasets.IterableDataset with known features, a pandas.DataFrame (index and dtypes are kept) or a
+            pyarrow.Table. Columns that are not read may hold anything.
         params: for rows that have no sampling_params of their own; None: the model's defaults.
         prompt_column, messages_column, id_column, priority_column, system: as the options of the command.
         output_prefix: put before the names of the added columns.
@@ -60,7 +60,9 @@ def generate_dataset(
 
     Returns:
         As many rows as samples: with n > 1 the samples of a row follow each other. A bad row is an error in
-        its column `error`. A dataset without rows gets the columns and no rows.
+        its column `error`. A dataset without rows gets the columns and no rows. An IterableDataset gives one
+        whose features are known at once and whose rows are completed when they are asked for, a window at a time,
+        anew in every pass.
 
     Raises:
         InputError: for columns that are missing, of a wrong type or taken.
@@ -81,13 +83,18 @@ def generate_dataset(
     row_fields = row_param_names(schema, columns)
     has = logprob_columns({"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}, row_fields)
     fields = pa.schema(result_fields(kind.names(dataset), prefix=output_prefix, **asdict(has)))
+
+    def complete(some: Any) -> tuple[np.ndarray, pa.Table]:
+        rows = _rows(kind.select(some, columns), columns, row_fields, window_rows)
+        windows = prompts_of(rows, engine.tokenizer, params, system, engine.model.spec.vocab_size)
+        parts = [_results(engine, prompts, fields) for _, _, prompts in windows]
+        return np.concatenate([indices for indices, _ in parts]), pa.concat_tables([table for _, table in parts])
+
+    if kind is _STREAM:
+        return _completed_stream(dataset, complete, fields, window_rows)
     if len(dataset) == 0:
         return kind.add(dataset, np.empty(0, np.int64), fields.empty_table())
-    rows = _rows(kind.select(dataset, columns), columns, row_fields, window_rows)
-    windows = prompts_of(rows, engine.tokenizer, params, system, engine.model.spec.vocab_size)
-    parts = [_results(engine, prompts, fields) for _, _, prompts in windows]
-    row_indices = np.concatenate([indices for indices, _ in parts])
-    return kind.add(dataset, row_indices, pa.concat_tables([table for _, table in parts]))
+    return kind.add(dataset, *complete(dataset))
 
 
 def _rows(dataset: Any, columns: InputColumns, row_fields: frozenset[str], window_rows: int | None) -> InputRows:
@@ -126,13 +133,10 @@ def _kind_of(dataset: Any) -> _Kind:
         return kind
     if name in ("DatasetDict", "IterableDatasetDict"):
         raise InputError(f"this is a dictionary of the splits {', '.join(dataset)}: pass one of them")
-    if name == "IterableDataset":
-        raise InputError("a stream has no end to wait for: pass a datasets.Dataset, for example of its first rows")
-    raise TypeError(f"expected a datasets.Dataset, pandas.DataFrame or pyarrow.Table, got {type(dataset).__name__}")
-
-
-def _used(columns: InputColumns) -> list[str]:
-    return list(dict.fromkeys(name for name in asdict(columns).values() if name is not None))
+    raise TypeError(
+        "expected a datasets.Dataset or IterableDataset, pandas.DataFrame or pyarrow.Table, "
+        f"got {type(dataset).__name__}"
+    )
 
 
 def _is_each_row_once(row_indices: np.ndarray, num_rows: int) -> bool:
@@ -153,6 +157,35 @@ def _add_to_hf(dataset: Any, row_indices: np.ndarray, results: pa.Table) -> Any:
         new = datasets.Dataset(results.replace_schema_metadata(None), datasets.DatasetInfo(features=features))
         merged = datasets.concatenate_datasets([plain, new], axis=1, info=None, split=dataset.split)
     return _formatted_like(dataset, merged, results.column_names)
+
+
+def _completed_stream(
+    dataset: Any,
+    complete: Callable[[pa.Table], tuple[np.ndarray, pa.Table]],
+    fields: pa.Schema,
+    window_rows: int | None,
+) -> Any:
+    """`dataset` mapped window by window. Nothing runs before somebody reads it."""
+    import datasets
+
+    from batchinfer.dataset.source import WINDOW_ROWS
+
+    features = datasets.Features({**dataset.features, **datasets.Features.from_arrow_schema(fields)})
+    completed = dataset.with_format("arrow").map(
+        lambda table: _add_to_table(table, *complete(table)),
+        batched=True,
+        batch_size=window_rows or WINDOW_ROWS,
+        features=features,
+    )
+    layout = dataset._formatting  # no public name tells how a stream is formatted
+    return completed.with_format(None if layout is None else layout.format_type)
+
+
+def _stream_schema(dataset: Any) -> pa.Schema:
+    from batchinfer.dataset.huggingface import check_has_features
+
+    check_has_features(dataset)
+    return dataset.features.arrow_schema
 
 
 def _formatted_like(dataset: Any, merged: Any, added: list[str]) -> Any:
@@ -196,23 +229,31 @@ def _add_to_table(table: pa.Table, row_indices: np.ndarray, results: pa.Table) -
     return merged
 
 
+_TABLE = _Kind(
+    names=lambda table: table.column_names,
+    schema=lambda table, may_be_read: table.schema,
+    select=lambda table, columns: table.select(columns.used(table.schema)),
+    add=_add_to_table,
+)
+_STREAM = _Kind(
+    names=lambda dataset: list(dataset.features),
+    schema=lambda dataset, may_be_read: _stream_schema(dataset),
+    select=_TABLE.select,  # its windows are tables
+    add=_add_to_table,
+)
 _KINDS: dict[tuple[str, str], _Kind] = {
+    ("datasets", "IterableDataset"): _STREAM,
     ("datasets", "Dataset"): _Kind(
         names=lambda dataset: dataset.column_names,
         schema=lambda dataset, may_be_read: dataset.features.arrow_schema,
-        select=lambda dataset, columns: dataset.select_columns(_used(columns)),
+        select=lambda dataset, columns: dataset.select_columns(columns.used(dataset.features.arrow_schema)),
         add=_add_to_hf,
     ),
     ("pandas", "DataFrame"): _Kind(
         names=lambda frame: list(frame.columns),
         schema=_pandas_schema,
-        select=lambda frame, columns: frame[_used(columns)].reset_index(drop=True),
+        select=lambda frame, columns: frame[[n for n in frame.columns if n in columns.names]].reset_index(drop=True),
         add=_add_to_frame,
     ),
-    ("pyarrow", "Table"): _Kind(
-        names=lambda table: table.column_names,
-        schema=lambda table, may_be_read: table.schema,
-        select=lambda table, columns: table.select(_used(columns)),
-        add=_add_to_table,
-    ),
+    ("pyarrow", "Table"): _TABLE,
 }

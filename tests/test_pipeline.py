@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from datasets import ClassLabel, Features, Image, List, Sequence, Value
 from fakes import FakeEngine, FakeModelSource
@@ -172,9 +173,11 @@ def test_a_table_keeps_its_schema() -> None:
 @pytest.mark.parametrize(
     ("bad", "kind", "message"),
     [
-        ([{"prompt": "a"}], TypeError, "expected a datasets.Dataset, pandas.DataFrame or pyarrow.Table, got list"),
+        ([{"prompt": "a"}], TypeError, "IterableDataset, pandas.DataFrame or pyarrow.Table, got list"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": ["a"]})}), InputError, "splits train"),
-        (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), InputError, "stream"),
+        (datasets.IterableDataset.from_generator(lambda: iter([{"prompt": "a"}])), InputError, "cast"),
+        (datasets.Dataset.from_dict({"x": ["a"]}).to_iterable_dataset(), InputError, "--prompt-column"),
+        (datasets.Dataset.from_dict({"prompt": ["a"], "error": [1]}).to_iterable_dataset(), InputError, "'error'"),
         (datasets.Dataset.from_dict({"question": ["a"]}), InputError, "--prompt-column"),
         (datasets.Dataset.from_dict({"prompt": ["a"], "output": ["b"]}), InputError, "'output'"),
         (pd.DataFrame({"prompt": ["a"], "id": [[1, "x"]]}), InputError, "column 'id' .* does not fit Arrow's types"),
@@ -220,3 +223,68 @@ def test_the_real_engine_gives_what_generate_gives() -> None:
     ]
     assert result["error"][2]["code"] == "prompt_empty"
     assert len(engine.generate_dataset(datasets.Dataset.from_pandas(frame), params, id_column="id")) == 4
+
+
+# Streams
+
+
+def test_a_stream_is_completed_while_it_is_read(dataset: datasets.Dataset) -> None:
+    """Nothing runs before, a window at a time then, and every pass anew."""
+    engine = FakeEngine()
+    result = generate_dataset(engine, dataset.to_iterable_dataset(num_shards=2), window_rows=4)
+    assert isinstance(result, datasets.IterableDataset)
+    assert engine.num_runs_closed == 0
+    assert result.features == generate_dataset(FakeEngine(), dataset).features
+    rows = iter(result)
+    assert next(rows)["output"] == "prompt 0"
+    assert engine.num_runs_closed == 1
+    rest = list(rows)
+    assert engine.num_runs_closed == 2
+    assert [row["output"] for row in rest] == [f"prompt {i}" for i in range(1, 6)]
+    assert len(list(result)) == 6
+    assert engine.num_runs_closed == 4
+
+
+def test_a_stream_keeps_every_value(dataset: datasets.Dataset) -> None:
+    for stream in (dataset.to_iterable_dataset(), dataset.shuffle(seed=1).to_iterable_dataset()):
+        result = list(generate_dataset(FakeEngine(), stream, window_rows=4))
+        assert [{name: row[name] for name in FEATURES} for row in result] == list(stream)
+
+
+def test_a_stream_gives_samples_row_errors_and_logprobs() -> None:
+    texts = ["fine", None, "", "x" * 600]
+    stream = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
+    result = list(generate_dataset(FakeEngine(), stream, SamplingParams(n=2, logprobs=1), window_rows=3))
+    assert [(row["text"], row["sample_index"], row["error"] and row["error"]["code"]) for row in result] == [
+        ("fine", 0, None),
+        ("fine", 1, None),
+        (None, 0, "prompt_null"),
+        ("", 0, "prompt_empty"),
+        ("x" * 600, 0, "prompt_too_long"),
+    ]
+    assert result[0]["logprobs"] == [-0.5] * 4
+
+
+def test_a_stream_goes_on_through_the_pipeline_and_keeps_its_format(dataset: datasets.Dataset) -> None:
+    stream = dataset.select_columns(["prompt", "small"]).to_iterable_dataset().with_format("arrow")
+    result = generate_dataset(FakeEngine(), stream, output_prefix="bi_").filter(lambda table: [True] * len(table))
+    tables = list(result.iter(batch_size=4))
+    assert [type(table) for table in tables] == [pa.Table, pa.Table]
+    assert pa.concat_tables(tables).column("bi_output").to_pylist() == dataset["prompt"][:]
+    plain = generate_dataset(FakeEngine(), dataset.to_iterable_dataset()).map(lambda row: {"n": len(row["output"])})
+    assert [row["n"] for row in plain.take(2)] == [8, 8]
+
+
+def test_files_of_a_loaded_dataset(tmp_path: Any) -> None:
+    """load_dataset of local files, whole and streaming: what a hub dataset is but for its place."""
+    path = str(tmp_path / "a.parquet")
+    pa.parquet.write_table(pa.table({"prompt": ["a", None, "c"], "big": [2**60, None, -1]}), path)
+    loaded = datasets.load_dataset("parquet", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
+    whole = generate_dataset(FakeEngine(), loaded)
+    assert (whole["output"][:], whole["big"][:]) == (["a", None, "c"], [2**60, None, -1])
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"prompt": "a", "big": 1152921504606846976}\n{"prompt": null, "big": null}\n')
+    stream = datasets.load_dataset("json", data_files=str(lines), split="train", streaming=True)
+    stream = stream.cast(Features({"prompt": Value("string"), "big": Value("int64")}))
+    streamed = list(generate_dataset(FakeEngine(), stream))
+    assert [(row["output"], row["big"]) for row in streamed] == [("a", 2**60), (None, None)]

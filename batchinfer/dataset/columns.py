@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 import pyarrow.types as pt
@@ -18,6 +18,7 @@ TOKEN_IDS_NAMES = ("prompt_token_ids", "token_ids")
 ID_NAMES = ("id", "custom_id")
 PARAMS_NAME = "sampling_params"
 BODY_NAME = "body"
+URL_NAME = "url"
 #: Columns of these names are used without being named.
 USUAL_NAMES = frozenset({*PROMPT_NAMES, *MESSAGES_NAMES, *TOKEN_IDS_NAMES, *ID_NAMES, PARAMS_NAME, BODY_NAME})
 _SHOWN_COLUMNS = 50
@@ -44,6 +45,16 @@ class InputColumns:
     params: str | None = None
     priority: str | None = None
     body: str | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The columns that prompts are made of; there need be no url."""
+        names = frozenset(name for name in asdict(self).values() if name is not None)
+        return names if self.body is None else names | {URL_NAME}
+
+    def used(self, schema: pa.Schema) -> list[str]:
+        """The columns of `schema` that prompts are made of, in its order."""
+        return [name for name in schema.names if name in self.names]
 
 
 def find_columns(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.dataset.hub import cache_only, hub_problem
 from batchinfer.dataset.windows import StreamSource, check_limit, limited
 from batchinfer.errors import InputError
 
@@ -48,12 +49,16 @@ def split_off(name: str) -> tuple[str, str | None]:
 def _load(spec: str, name: str, config: str | None, split: str) -> Any:
     import datasets
 
+    is_local = Path(name).exists()
+    unreachable = None if is_local else hub_problem()
     try:
-        with _no_bars_in_logs():
+        with _no_bars_in_logs(), cache_only() if unreachable else nullcontext():
             return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # hub, network, cache and parsing errors of many packages
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        hint = "" if Path(name).exists() else "; check the name, and that the hub can be reached or has been before"
+        if unreachable:
+            reason = f"{unreachable}, and the dataset is not in the cache"
+        hint = "" if is_local else "; check the name, and that the hub can be reached or has been before"
         raise InputError(f"cannot load {spec}: {reason}{hint}") from error
 
 
@@ -88,25 +93,33 @@ def from_hf_dataset(dataset: Any, limit: int | None = None, name: str = "the dat
         raise InputError(f"{name} is a dictionary of the splits {', '.join(dataset)}: pass one of them")
     if isinstance(dataset, datasets.IterableDataset):
         return _from_iterable(dataset, limit, name)
-    arrow = dataset.with_format("arrow")
     num_rows = limited(len(dataset), limit)
-    schema = arrow[0:1].schema if num_rows else dataset.features.arrow_schema
+    schema = dataset.with_format("arrow")[0:1].schema if num_rows else dataset.features.arrow_schema
 
-    def tables() -> Iterator[pa.Table]:
-        for start in range(0, num_rows, _STEP_ROWS):
-            yield arrow[start : min(start + _STEP_ROWS, num_rows)]
+    def tables(start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        some = dataset.with_format(None) if columns is None else dataset.with_format(None).select_columns(columns)
+        arrow = some.with_format("arrow")
+        for first in range(start, num_rows, _STEP_ROWS):
+            yield arrow[first : min(first + _STEP_ROWS, num_rows)]
 
     return StreamSource(name, schema, num_rows, tables)
 
 
 def _from_iterable(dataset: Any, limit: int | None, name: str) -> StreamSource:
+    check_has_features(dataset, name)
+
+    def tables(start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        rest = dataset.skip(start) if start else dataset
+        some = rest if columns is None else rest.select_columns(list(columns))
+        yield from some.with_format("arrow").iter(batch_size=_STEP_ROWS)
+
+    return StreamSource(name, dataset.features.arrow_schema, None, tables, limit, rereads=False)
+
+
+def check_has_features(dataset: Any, name: str = "the dataset") -> None:
+    """Refuse a stream whose types are not known before it is read. Raises InputError."""
     if dataset.features is None:
         raise InputError(f"{name} streams without known features: give it some with dataset.cast(features)")
-
-    def tables() -> Iterator[pa.Table]:
-        yield from dataset.with_format("arrow").iter(batch_size=_STEP_ROWS)
-
-    return StreamSource(name, dataset.features.arrow_schema, None, tables, limit)
 
 
 @contextmanager

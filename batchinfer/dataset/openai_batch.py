@@ -6,19 +6,15 @@ The request body passes through as JSON text; what it asks for is read from ther
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.dataset.json_lines import Record, batches
 from batchinfer.dataset.row_input_error import RowInputError
-from batchinfer.dataset.windows import StreamSource
-from batchinfer.errors import InputError
 from batchinfer.types import ErrorCode
-
-if TYPE_CHECKING:
-    from batchinfer.dataset.jsonl import Record
 
 _BASE_COLUMNS = ("custom_id", "method", "url", "body")
 
@@ -88,35 +84,36 @@ def is_openai_batch(values: Mapping[str, Any]) -> bool:
     return "custom_id" in values and isinstance(values.get("body"), dict)
 
 
-def open_openai_batch(name: str, records: Callable[[], Iterator[Record]]) -> StreamSource:
-    """Columns custom_id, method, url, body, and one of JSON text for any other key.
-
-    Raises InputError naming the line where custom_id, method or url is not text.
-    """
-    others: dict[str, None] = {}
-    num_rows = 0
-    for record in records():
-        _check_strings(record)
-        others.update(dict.fromkeys(key for key in record.values if key not in _BASE_COLUMNS))
-        num_rows += 1
-    schema = pa.schema([(column, pa.string()) for column in (*_BASE_COLUMNS, *others)])
-    return StreamSource(name, schema, num_rows, lambda: _read_tables(records(), schema))
-
-
-def _check_strings(record: Record) -> None:
+def clean_request(record: Record) -> Record:
+    """Without those of custom_id, method and url that are not text, which become the record's problem."""
+    values, problem = {}, record.problem
     for key, value in record.values.items():
-        if key in ("custom_id", "method", "url") and value is not None and not isinstance(value, str):
-            raise InputError(f"{record.where}: {key} must be a string, found {json.dumps(value)[:50]}")
-        text = key + value if key != "body" and isinstance(value, str) else key
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"{record.where}: {key!r} holds half of a surrogate pair: not valid text") from error
+        found = None if value is None else _problem_of(key, value)
+        if found is None:
+            values[key] = value
+        problem = problem or found
+    return record if problem == record.problem else record._replace(values=values, problem=problem)
 
 
-def _read_tables(records: Iterable[Record], schema: pa.Schema) -> Iterator[pa.Table]:
-    from batchinfer.dataset.jsonl import batches
+def _problem_of(key: str, value: Any) -> str | None:
+    if key in ("custom_id", "method", "url") and not isinstance(value, str):
+        return f"{key} must be a string, found {json.dumps(value)[:50]}"
+    try:
+        (key + value if key != "body" and isinstance(value, str) else key).encode()
+    except UnicodeEncodeError:
+        return f"{key!r} holds half of a surrogate pair: not valid text"
+    return None
 
+
+def batch_columns(records: Iterable[Record]) -> pa.Schema:
+    """custom_id, method, url, body, and one column of JSON text for any other key."""
+    names = dict.fromkeys(_BASE_COLUMNS)
+    for record in records:
+        names.update(dict.fromkeys(record.values))
+    return pa.schema([(name, pa.string()) for name in names])
+
+
+def request_tables(records: Iterable[Record], schema: pa.Schema) -> Iterator[pa.Table]:
     for batch in batches(records):
         columns = [
             pa.array([_cell(r.values.get(name), name) for r in batch], type=pa.string()) for name in schema.names

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.dataset.file_stamp import FileStamp
 from batchinfer.dataset.windows import StreamSource, check_column_names, limited
 from batchinfer.errors import InputError
 
@@ -55,36 +57,51 @@ def _what_else(folder: Path) -> str:
     return f"; it holds {others[0]}: name that file" if others else ""
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    stamp: FileStamp
+    group_rows: tuple[int, ...]  # rows of each row group
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.group_rows)
+
+
 def open_parquet(paths: Sequence[Path], limit: int | None = None) -> StreamSource:
     """Files of one schema, one after the other. Reads the footers only.
 
     Raises InputError naming the file, and the field where schemas differ.
     """
-    schema, num_rows = _read_footer(paths[0])
+    schema, first = _read_footer(paths[0])
     check_column_names(schema, str(paths[0]))
+    files = [first]
     for path in paths[1:]:
-        other, num_more = _read_footer(path)
+        other, file = _read_footer(path)
         check_column_names(other, str(path))
         _check_same_fields(schema, paths[0], other, path)
-        num_rows += num_more
+        files.append(file)
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    return StreamSource(name, schema, limited(num_rows, limit), lambda: _read_files(paths))
+    num_rows = limited(sum(file.num_rows for file in files), limit)
+    return StreamSource(name, schema, num_rows, lambda start, columns: _read_files(files, start, columns))
 
 
-def _read_footer(path: Path) -> tuple[pa.Schema, int]:
+def _read_footer(path: Path) -> tuple[pa.Schema, _File]:
     try:
-        size_bytes = path.stat().st_size
+        stamp = FileStamp.of(path)
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    if size_bytes == 0:
+    if stamp.size_bytes == 0:
         raise InputError(f"{path} is empty (0 bytes), not a Parquet file")
     if magic != MAGIC:
         raise InputError(f"{path} is not a Parquet file (JSON Lines files are known by the ending .jsonl)")
     try:
         with pq.ParquetFile(path) as parquet:
-            return parquet.schema_arrow, parquet.metadata.num_rows
+            footer = parquet.metadata
+            group_rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+            return parquet.schema_arrow, _File(path, stamp, group_rows)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} is cut short or damaged: {_first_line(error)}") from error
 
@@ -106,27 +123,43 @@ def _check_same_fields(schema: pa.Schema, first: Path, other: pa.Schema, path: P
         raise InputError(f"{path} has column {extra[0]!r} ({other.field(extra[0]).type}), which {first} lacks")
 
 
-def _read_files(paths: Sequence[Path]) -> Iterator[pa.Table]:
-    for path in paths:
-        group = 0
-        try:
-            # Without pre_buffer pages are read as they are needed, not the whole row group at once.
-            with pq.ParquetFile(path, pre_buffer=False) as parquet:
-                for group in range(parquet.num_row_groups):
-                    yield from _read_row_group(parquet, group)
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(f"cannot read {path}, row group {group}: {_first_line(error)}") from error
+def _read_files(files: Sequence[_File], start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    """All rows from row `start` on; files and row groups before it are not opened or decoded."""
+    for file in files:
+        if start < file.num_rows:
+            yield from _read_file(file, start, columns)
+        start = max(start - file.num_rows, 0)
 
 
-def _read_row_group(parquet: pq.ParquetFile, group: int) -> Iterator[pa.Table]:
-    num_done = 0
+def _read_file(file: _File, start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    file.stamp.check(file.path)
+    group = row = 0
+    try:
+        # Without pre_buffer pages are read as they are needed, not the whole row group at once.
+        with pq.ParquetFile(file.path, pre_buffer=False, page_checksum_verification=True) as parquet:
+            for group, num_rows in enumerate(file.group_rows):
+                if start < row + num_rows:
+                    for table in _read_row_group(parquet, group, max(start - row, 0), columns):
+                        start = max(start, row) + table.num_rows
+                        yield table
+                row += num_rows
+    except (pa.ArrowException, OSError) as error:
+        where = f"row {max(start, row)} on (row group {group})"
+        raise InputError(f"cannot read {file.path} from {where}: {_first_line(error)}") from error
+
+
+def _read_row_group(
+    parquet: pq.ParquetFile, group: int, start: int, columns: Sequence[str] | None
+) -> Iterator[pa.Table]:
+    """The rows of one row group from its row `start` on."""
+    names = None if columns is None else list(columns)
     for batch_rows in _BATCH_ROWS:
-        num_skip = num_done
+        num_skip = start
         try:
-            for batch in parquet.iter_batches(batch_rows, row_groups=[group]):
+            for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=names):
                 part = batch.slice(num_skip) if num_skip < batch.num_rows else batch.slice(0, 0)
                 num_skip -= batch.num_rows - part.num_rows
-                num_done += part.num_rows
+                start += part.num_rows
                 if part.num_rows:
                     yield pa.Table.from_batches([part])
             return

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchinfer.dataset.columns import InputColumns
+from batchinfer.dataset.columns import URL_NAME, InputColumns
 from batchinfer.dataset.messages import clean_messages
 from batchinfer.dataset.openai_batch import BatchRequest, parse_body
 from batchinfer.dataset.row_input_error import RowInputError, check_text
 from batchinfer.dataset.row_params import RowParams
+from batchinfer.dataset.token_ids import checked_token_ids
 from batchinfer.errors import InputError
 from batchinfer.types import ErrorCode, Prompt, RowError, SamplingParams, TokenIds, row_key
 
@@ -56,12 +57,13 @@ def build_prompts(
     *,
     system: str | None = None,
     vocab_size: int | None = None,
+    row_errors: Mapping[int, str] | None = None,
 ) -> list[Prompt]:
     """One Prompt per row of `table`, in order; row r has row_index first_row_index + r.
 
     A row that cannot run has `error` set and no token ids. A row's own parameters count before
     `defaults`. `system` goes first in messages that do not start with a system message.
-    `vocab_size` bounds given token ids (default: the tokenizer's num_ids).
+    `vocab_size` bounds given token ids (default: the tokenizer's num_ids). `row_errors` are the source's, by row_index.
     Raises InputError for what concerns all rows: no chat template, `system` without messages.
     """
     check_can_build(columns, tokenizer, system)
@@ -72,7 +74,7 @@ def build_prompts(
     priorities = _column_priorities(table, columns.priority)
     prompts = []
     for row in range(table.num_rows):
-        found = token_ids[row]
+        found = _source_error(row_errors, first_row_index + row) or token_ids[row]
         error = found if isinstance(found, RowError) else None
         row_params = params[row]
         if isinstance(row_params, RowError):
@@ -93,6 +95,11 @@ def build_prompts(
             )
         )
     return prompts
+
+
+def _source_error(row_errors: Mapping[int, str] | None, row_index: int) -> RowError | None:
+    message = row_errors.get(row_index) if row_errors else None
+    return None if message is None else RowError(ErrorCode.INVALID_ROW, message)
 
 
 _NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
@@ -139,7 +146,8 @@ class _RowReader:
             values = cells(table.column(columns.params))
             params = [_or_error(self._struct_params, value) for value in values]
         if columns.body is not None:
-            urls = cells(table.column("url")) if "url" in table.column_names else iter([None] * table.num_rows)
+            has_urls = URL_NAME in table.column_names
+            urls = cells(table.column(URL_NAME)) if has_urls else iter([None] * table.num_rows)
             for row, (body, url) in enumerate(zip(cells(table.column(columns.body)), urls, strict=True)):
                 request, body_params = self._from_body(body, url)
                 requests.append(request)
@@ -178,6 +186,8 @@ class _RowReader:
         messages = clean_messages(value, self._system)
         try:
             return _Text(self._tokenizer.render_chat(messages), is_chat=True)
+        except ValueError as error:
+            raise RowInputError(ErrorCode.INVALID_MESSAGES, str(error)) from error
         except Exception as error:  # templates are programs of their own: they raise anything
             reason = f"the chat template refused the messages: {error or type(error).__name__}"
             raise RowInputError(ErrorCode.INVALID_MESSAGES, reason) from error
@@ -185,14 +195,7 @@ class _RowReader:
     def _from_ids(self, value: Any) -> _Request:
         if value is None:
             raise RowInputError(ErrorCode.PROMPT_NULL, "the token ids are null")
-        for position, token_id in enumerate(value):
-            if token_id is None or not 0 <= token_id < self._vocab_size:
-                shown = "null" if token_id is None else token_id
-                raise RowInputError(
-                    ErrorCode.INVALID_PROMPT,
-                    f"token id {shown} at position {position} is not between 0 and {self._vocab_size - 1}",
-                )
-        return np.array(value, dtype=np.int32)
+        return checked_token_ids(value, self._vocab_size)
 
     def _from_body(self, body: Any, url: Any) -> tuple[_Request | RowError, SamplingParams | RowError | None]:
         """The request and its parameters; None: the body could not be read."""

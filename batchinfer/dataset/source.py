@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,11 @@ def from_dataset(
 
 
 def _from_table(table: pa.Table, limit: int | None, name: str) -> StreamSource:
-    return StreamSource(name, table.schema, limited(table.num_rows, limit), lambda: iter([table]))
+    def tables(start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        rest = table.slice(start)
+        return iter([rest if columns is None else rest.select([n for n in table.column_names if n in columns])])
+
+    return StreamSource(name, table.schema, limited(table.num_rows, limit), tables)
 
 
 def _table_of(frame: Any) -> pa.Table:

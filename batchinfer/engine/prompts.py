@@ -9,6 +9,7 @@ import numpy as np
 
 from batchinfer.dataset.messages import clean_messages
 from batchinfer.dataset.row_input_error import RowInputError, check_text
+from batchinfer.dataset.token_ids import checked_token_ids
 from batchinfer.types import ErrorCode, Prompt, SamplingParams, row_key
 
 
@@ -21,14 +22,13 @@ def make_prompt(
     vocabulary are errors of the prompt. Raises ValueError for what is no prompt at all.
     """
     try:
-        ids = _encode(content, tokenizer)
-        _check_ids(ids, vocab_size)
+        ids = checked_token_ids(_encode(content, tokenizer), vocab_size)
     except RowInputError as error:
         ids = np.empty(0, dtype=np.int32)
         return Prompt(row_index, ids, params, row_key(row_id, ids), error=error.error)
     except ValueError as error:
         raise ValueError(f"prompt {row_index}: {error}") from error
-    return Prompt(row_index, ids.astype(np.int32), params, row_key(row_id, ids.astype(np.int32)))
+    return Prompt(row_index, ids, params, row_key(row_id, ids))
 
 
 def _encode(content: Any, tokenizer: Any) -> np.ndarray:
@@ -55,10 +55,3 @@ def _encode_chat(messages: list[Any], tokenizer: Any) -> np.ndarray:
         return tokenizer.encode_chat(cleaned)
     except ValueError as error:
         raise RowInputError(ErrorCode.INVALID_MESSAGES, str(error)) from error
-
-
-def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
-    bad = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(bad):
-        message = f"token id {int(bad[0])} is outside the model's vocabulary of {vocab_size}"
-        raise RowInputError(ErrorCode.INVALID_PROMPT, message)

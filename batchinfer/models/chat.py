@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.models.messages import clean_messages
 from batchinfer.types import Messages
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ChatTemplate:
     def _render(self, template: jinja2.Template, messages: Messages, add_generation_prompt: bool) -> str:
         import jinja2
 
-        checked = _check_messages(messages)
+        checked = clean_messages(messages, joins_text=False)
         try:
             return template.render(
                 messages=checked,
@@ -60,46 +61,6 @@ class ChatTemplate:
             raise ValueError(f"the chat template refused the messages: {e.message or type(e).__name__}") from e
         except (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError, RecursionError) as e:
             raise ValueError(f"the chat template failed on the messages: {type(e).__name__}: {e}") from e
-
-
-def _check_messages(messages: Messages) -> list[dict[str, Any]]:
-    """Messages as plain data, null values dropped (a missing key is what templates handle; "None" is not)."""
-    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
-        raise ValueError(f"messages must be a list of messages, got {type(messages).__name__}")
-    checked = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"message {index} must have role and content, got {type(message).__name__}")
-        plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
-        role = plain.get("role")
-        if not isinstance(role, str) or not role:
-            raise ValueError(f"message {index} has no role: {_short(plain)}")
-        if "content" not in plain and not plain.get("tool_calls"):
-            raise ValueError(f"message {index} (role {role!r}) has no content: {_short(plain)}")
-        if not isinstance(plain.get("content", ""), (str, list)):
-            raise ValueError(f"message {index} (role {role!r}) has content that is not text: {_short(plain)}")
-        checked.append(plain)
-    if not checked:
-        raise ValueError("there are no messages")
-    return checked
-
-
-def _plain(value: Any) -> Any:
-    """Rebuilt from JSON types: templates come with models, so they see data and no objects with methods."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, as Parquet readers give them
-        return _plain(value.tolist())
-    return str(value)
-
-
-def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
 
 
 @dataclass(frozen=True, slots=True)

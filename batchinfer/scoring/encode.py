@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.dataset.row_input_error import RowInputError, check_text
+from batchinfer.dataset.token_ids import checked_token_ids
 from batchinfer.errors import InputError
 from batchinfer.scoring.item import ScoreItem
 from batchinfer.types import ErrorCode, TokenIds
@@ -185,14 +186,7 @@ class TextEncoder:
     def _check_ids(self, values: Any) -> TokenIds:
         if values is None:
             raise RowInputError(ErrorCode.PROMPT_NULL, "the token ids are null")
-        for position, token_id in enumerate(values):
-            if token_id is None or not 0 <= token_id < self.vocab_size:
-                shown = "null" if token_id is None else token_id
-                raise RowInputError(
-                    ErrorCode.INVALID_PROMPT,
-                    f"token id {shown} at position {position} is not between 0 and {self.vocab_size - 1}",
-                )
-        return np.array(values, dtype=np.int32)
+        return checked_token_ids(values, self.vocab_size)
 
 
 def as_text(value: Any, what: str) -> str:

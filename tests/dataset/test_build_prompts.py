@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from batchinfer.dataset import prompts as prompts_module
-from batchinfer.dataset.columns import find_columns
+from batchinfer.dataset.columns import InputColumns, find_columns
+from batchinfer.dataset.messages import clean_messages
 from batchinfer.dataset.prompts import build_prompts
+from batchinfer.dataset.row_input_error import RowInputError
 from batchinfer.errors import InputError
-from batchinfer.types import Prompt, SamplingParams, row_key
+from batchinfer.models.chat import ChatTemplate
+from batchinfer.types import ErrorCode, Prompt, RowError, SamplingParams, row_key
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5)
 
@@ -195,7 +199,63 @@ def test_text_parts_are_joined(tokenizer) -> None:
     assert tokenizer.seen_messages == [[{"role": "user", "content": "ab"}]]
     image = [{"type": "text", "text": "a"}, {"type": "image", "text": None}]
     prompts = build(chat([{"role": "user", "content": image}]), tokenizer)
-    assert codes(prompts) == ["invalid_messages"]
+    assert codes(prompts) == ["invalid_image"]
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": {"url": PNG}}, "message 1 has an image, and the model reads text only"),
+        ({"type": "input_image", "image_url": PNG}, "message 1 has an image, and the model reads text only"),
+        ({"type": "image", "image": "https://example.org/a.png"}, "the model reads text only"),
+        ({"type": "image", "image": {"bytes": b"\xff\xd8\xff\xe0", "path": None}}, "the model reads text only"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "message 1 has an unreadable image: it names none"),
+        ({"type": "image"}, "message 1 has an unreadable image: it names none"),
+        ({"type": "image_url", "image_url": {"url": PNG[:-1]}}, "an unreadable image: its base64 cannot be decoded"),
+        (
+            {"type": "image_url", "image_url": "data:image/png,x"},
+            "an unreadable image: its data URL does not hold base64",
+        ),
+        ({"type": "image", "image": {"bytes": b"<html>", "path": None}}, "an unreadable image: its bytes are no PNG"),
+        ({"type": "image", "image": 5}, "an unreadable image: it is of type int"),
+    ],
+)
+def test_images_are_errors_of_their_own(tokenizer, part: dict, message: str) -> None:
+    with pytest.raises(RowInputError, match=re.escape(message)) as error:
+        clean_messages([{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+    assert error.value.error.code == ErrorCode.INVALID_IMAGE
+
+
+def test_a_row_with_an_image_leaves_the_others_alone(tokenizer) -> None:
+    struct = [{"type": "text", "text": "a", "image_url": None}, {"type": "image_url", "text": None, "image_url": PNG}]
+    prompts = build(chat([{"role": "user", "content": struct}], [{"role": "user", "content": struct[:1]}]), tokenizer)
+    assert codes(prompts) == ["invalid_image", None]
+
+
+def test_numbers_in_messages_are_plain_and_nulls_are_gone_everywhere() -> None:
+    call = {"function": {"name": "f", "arguments": {"x": np.int64(3), "y": None, "z": np.array([1, 2])}}}
+    cleaned = clean_messages([{"role": "assistant", "content": None, "tool_calls": [call], "when": date(2024, 1, 2)}])
+    expected = {"function": {"name": "f", "arguments": {"x": 3, "z": [1, 2]}}}
+    assert cleaned == [{"role": "assistant", "tool_calls": [expected], "when": "2024-01-02"}]
+
+
+def test_what_the_template_says_is_said_once(tokenizer) -> None:
+    template = ChatTemplate("{{ raise_exception('no ' ~ messages[0].role) }}", {})
+    tokenizer.render_chat = template.render
+    prompts = build(chat([{"role": "user", "content": "hi"}]), tokenizer)
+    assert prompts[0].error == RowError(ErrorCode.INVALID_MESSAGES, "the chat template refused the messages: no user")
+
+
+def test_rows_that_the_source_could_not_read(tokenizer) -> None:
+    columns = InputColumns(prompt="prompt")
+    table = pa.table({"prompt": pa.array(["a", None, "c"])})
+    prompts = build_prompts(
+        table, 10, columns, tokenizer, SamplingParams(), row_errors={11: "x.jsonl, line 12: not JSON", 2: "other"}
+    )
+    assert [p.error for p in prompts] == [None, RowError(ErrorCode.INVALID_ROW, "x.jsonl, line 12: not JSON"), None]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -133,6 +134,48 @@ def test_a_folder_that_load_dataset_understands(dataset, tmp_path: Path, capfd: 
 def test_what_cannot_be_loaded(spec: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_source(spec)
+
+
+@pytest.mark.parametrize("is_offline_mode", [True, False])
+def test_no_hub_is_known_at_once(is_offline_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets.config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline_mode)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a port that nobody listens to
+    reason = "HF_HUB_OFFLINE is set" if is_offline_mode else r"the hub http://127.0.0.1:9 cannot be reached \(\w+\)"
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match=f"{reason}, and the dataset is not in the cache; check the name"):
+        open_source("hf:someone/nothing@train")
+    assert time.perf_counter() - begin < 8
+    assert is_offline_mode == constants.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_what_is_in_the_cache_is_read_without_the_hub(dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is laid out as load_dataset would for a dataset of the hub."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    folder = tmp_path / "cache" / "someone___thing" / "default" / "0.0.0" / ("0" * 40)
+    folder.mkdir(parents=True)
+    writer = datasets.arrow_writer.ArrowWriter(path=str(folder / "thing-train.arrow"), features=dataset.features)
+    writer.write_table(dataset.data.table)
+    num_rows, num_bytes = writer.finalize()
+    info = datasets.DatasetInfo(
+        features=dataset.features,
+        builder_name="parquet",
+        dataset_name="thing",
+        config_name="default",
+        version="0.0.0",
+        splits=[{"name": "train", "num_bytes": num_bytes, "num_examples": num_rows, "dataset_name": "thing"}],
+    )
+    info.write_to_directory(folder)
+    assert prompts_of(open_source("hf:someone/thing@train[:3]")) == ["p0", "p1", "p2"]
 
 
 def test_a_dictionary_of_splits_is_refused(dataset) -> None:

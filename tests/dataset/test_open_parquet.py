@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -132,20 +136,61 @@ def test_damaged_pages_are_an_error_of_that_file(tmp_path: Path) -> None:
     data[20:400] = b"\xff" * 380
     path.write_bytes(data)
     source = open_source(str(path))
-    with pytest.raises(InputError, match=r"cannot read .*a\.parquet, row group 0"):
+    with pytest.raises(InputError, match=r"cannot read .*a\.parquet from row 0 on \(row group 0\): "):
         list(source.windows())
 
 
-def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.parquet", 5)
+def test_a_damaged_page_in_the_middle_names_its_rows_and_leaves_those_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", 1000, group=100)
+    column = pq.read_metadata(path).row_group(7).column(1)
+    data = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start : start + 60] = b"\xff" * 60
+    path.write_bytes(data)
+    source = open_source(str(path))
+    windows = source.windows(250)
+    assert [next(windows).num_rows for _ in range(2)] == [250, 250]
+    with pytest.raises(InputError, match=r"cannot read .*a\.parquet from row 700 on \(row group 7\): "):
+        next(windows)
+    assert [t.num_rows for t in source.windows(100, start=800)] == [100, 100]
+    assert sum(t.num_rows for t in source.windows(250, columns=["id"])) == 1000
 
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied")
 
-    # Tests may run as root, who may read everything.
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(InputError, match=r"cannot read .*a\.parquet: Permission denied"):
+def test_a_flipped_bit_is_found_where_the_file_has_checksums(tmp_path: Path) -> None:
+    """Without a checksum an uncompressed page with other bytes in it is simply other data."""
+    table = pa.table({"prompt": [f"prompt {i}" for i in range(100)]})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"prompt 50")] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"cannot read .*a\.parquet from row 0 on .*(CRC|checksum)"):
+        list(open_source(str(path)).windows())
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_no_permission(tmp_path: Path, name: str) -> None:
+    """In a process without root's rights, where the tests have them."""
+    path = tmp_path / name
+    write(path, 5) if name.endswith("parquet") else path.write_text('{"prompt": "a"}')
+    path.chmod(0)
+    with as_nobody(tmp_path), pytest.raises(InputError, match=rf"cannot read .*{name}: Permission denied"):
         open_source(str(path))
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    if os.geteuid() != 0:
+        yield
+        return
+    for parent in (folder, *folder.parents):  # which pytest closes to others
+        if parent.stat().st_uid == 0 and parent != Path(parent.anchor):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_folder_without_parquet(tmp_path: Path) -> None:
@@ -179,6 +224,36 @@ def test_files_of_different_schemas(tmp_path: Path, other: dict, message: str) -
         open_source(str(tmp_path))
 
 
+def test_files_that_differ_in_a_nested_type_or_in_what_may_be_null(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"m": [[{"role": "a"}]]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"m": [[{"role": 1}]]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"column 'm' has type list<.*role: int64.*b\.parquet and list<.*role: string"):
+        open_source(str(tmp_path))
+    schema = pa.schema([pa.field("id", pa.int64(), nullable=False)])
+    pq.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"column 'id' may be null in .*b\.parquet and may not in .*a\.parquet"):
+        open_source(str(tmp_path))
+
+
+def test_a_thousand_small_files(tmp_path: Path) -> None:
+    table = pa.table({"id": pa.array(range(10)), "prompt": ["a"] * 10})
+    pq.write_table(table, tmp_path / "0000.parquet")
+    data = (tmp_path / "0000.parquet").read_bytes()
+    for number in range(1, 1000):
+        (tmp_path / f"{number:04}.parquet").write_bytes(data)
+    begin = time.perf_counter()
+    source = open_source(str(tmp_path))
+    num_open = len(os.listdir("/proc/self/fd"))
+    windows = source.windows(4096, columns=["id"])
+    first = next(windows)
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 3
+    assert pa.concat_tables([first, *windows]).column("id").to_pylist() == list(range(10)) * 1000
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 1
+    assert time.perf_counter() - begin < 20  # about 2 s; the bound is for crowded machines
+    assert next(source.windows(5, start=9_995)).num_rows == 5
+
+
 def test_files_may_order_their_columns_differently(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 3)
     pq.write_table(pa.table({"prompt": ["x"], "id": [3]}), tmp_path / "b.parquet")
@@ -200,7 +275,10 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", 30)
     source = open_source(str(path))
     write(path, 20)
-    with pytest.raises(InputError, match="had 30 rows when it was opened and has 20 now"):
+    with pytest.raises(InputError, match=r"a\.parquet changed since it was opened"):
+        list(source.windows(7))
+    path.unlink()
+    with pytest.raises(InputError, match=r"cannot read .*a\.parquet: No such file"):
         list(source.windows(7))
 
 

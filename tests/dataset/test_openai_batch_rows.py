@@ -15,7 +15,6 @@ from batchinfer.dataset.openai_batch import parse_body
 from batchinfer.dataset.prompts import build_prompts
 from batchinfer.dataset.row_input_error import RowInputError
 from batchinfer.dataset.source import open_source
-from batchinfer.errors import InputError
 from batchinfer.types import ErrorCode, SamplingParams
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -147,8 +146,13 @@ def test_logprobs_of_both_interfaces(tmp_path: Path, tokenizer, body: dict, expe
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, ErrorCode.INVALID_MESSAGES, r"not valid Unicode"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            ErrorCode.INVALID_IMAGE,
+            "message 1 has an unreadable image: it names none",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             ErrorCode.INVALID_MESSAGES,
-            "content part of type 'image_url': only text",
+            "content part of type 'input_audio': only text",
         ),
         ({"messages": None}, ErrorCode.PROMPT_NULL, "none of messages, prompt and input"),
         ({"messages": None, "prompt": ["a", "b"]}, ErrorCode.INVALID_PROMPT, "a row for each"),
@@ -203,7 +207,21 @@ def test_a_model_without_chat_template_still_completes(tmp_path: Path, plain_tok
     assert text_of(plain) == "x"
 
 
-@pytest.mark.parametrize("line", [{"custom_id": 7, "body": {}}, {"custom_id": "\ud83d", "body": {}}])
-def test_a_custom_id_that_is_no_text_is_named(tmp_path: Path, line: dict) -> None:
-    with pytest.raises(InputError, match=r"batch\.jsonl, line 2: '?custom_id'?"):
-        open_source(write(tmp_path, request("a"), line))
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"custom_id": 7, "body": {}}, "custom_id must be a string, found 7"),
+        ({"custom_id": "\ud83d", "body": {}}, "'custom_id' holds half of a surrogate pair"),
+        ({"custom_id": "b", "url": ["x"], "body": {}}, 'url must be a string, found ["x"]'),
+    ],
+)
+def test_a_line_whose_names_are_no_text_is_a_row_error(tmp_path: Path, tokenizer, line: dict, message: str) -> None:
+    source = open_source(write(tmp_path, request("a"), line, request("c")))
+    assert source.row_errors == {1: f"{tmp_path}/batch.jsonl, line 2: {source.row_errors[1].split(': ', 1)[1]}"}
+    assert message in source.row_errors[1]
+    (table,) = source.windows()
+    assert [value is None for value in table.column("custom_id").to_pylist()] == [False, "url" not in line, False]
+    built = build_prompts(
+        table, 0, find_columns(source.schema), tokenizer, SamplingParams(), row_errors=source.row_errors
+    )
+    assert [p.error and p.error.code for p in built] == [None, ErrorCode.INVALID_ROW, None]

@@ -37,7 +37,8 @@ def test_bad_rows_are_row_errors_and_the_others_run() -> None:
         ErrorCode.PROMPT_NULL,
         ErrorCode.PROMPT_EMPTY,
         None,
-        *[ErrorCode.INVALID_MESSAGES] * 3,
+        *[ErrorCode.INVALID_MESSAGES] * 2,
+        ErrorCode.INVALID_IMAGE,
         None,
     ]
     assert found[1].error is not None
