@@ -7,6 +7,7 @@ import torch
 
 from batchinfer.attention.tree import RaggedBatch
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.staging import Staging
 from batchinfer.models.decoder import StepInputs
 
 
@@ -15,7 +16,7 @@ class PersistentBatch:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self.device = device
+        self._staging = Staging(device)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         # What the sampler needs of each row, as columns.
@@ -62,15 +63,17 @@ class PersistentBatch:
         of_seq = np.repeat(np.arange(len(scheduled)), lens)
         positions = np.arange(len(of_seq)) - np.repeat(np.cumsum(lens) - lens, lens) + starts[of_seq]
         blocks = self.block_tables[slots[of_seq], positions // self.block_size].astype(np.int64)
+        kv_slots = blocks * self.block_size + positions % self.block_size
+        arrays = [token_ids.astype(np.int64), positions, kv_slots]
+        if outputs is not None:
+            arrays.append(np.array(outputs, dtype=np.int64))
+        put = self._staging.put(arrays)
         return StepInputs(
-            token_ids=self._put(token_ids.astype(np.int64)),
-            positions=self._put(positions),
-            slots=self._put(blocks * self.block_size + positions % self.block_size),
+            token_ids=put[0],
+            positions=put[1],
+            slots=put[2],
             ragged=RaggedBatch(
                 self.block_tables[slots, : int(self.num_blocks[slots].max())], starts, lens, self.block_size
             ),
-            outputs=None if outputs is None else self._put(np.array(outputs, dtype=np.int64)),
+            outputs=None if outputs is None else put[3],
         )
-
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
