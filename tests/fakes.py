@@ -60,6 +60,9 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return "\n".join([*lines, "assistant: "] if add_generation_prompt else lines)

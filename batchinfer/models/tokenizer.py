@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.models.chat import ChatTemplate
+from batchinfer.models.token_bytes import TokenBytes
 from batchinfer.types import Messages, TokenIds
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class Tokenizer:
         known = [int(i) for i in ids if 0 <= i < self.num_ids]
         return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text: UTF-8, or a part of a character's. A special token as it is written."""
+        return self._token_bytes[token_id]
+
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """Messages through the chat template. Raises ValueError without one, or if it refuses the messages."""
         if self._chat is None:
@@ -109,6 +114,10 @@ class Tokenizer:
         """Hex sha256 of everything that decides the ids of a text. The chat template has a digest of its own."""
         parts = [self.backend.to_str(), json.dumps(self.special_tokens, sort_keys=True)]
         return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.backend)
 
     @cached_property
     def _chat(self) -> ChatTemplate | None:
