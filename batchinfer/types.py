@@ -268,6 +268,8 @@ class Prompt:
     priority: float = 0.0  # higher runs earlier under --policy priority
     error: RowError | None = None
     score: ScoreRequest | None = None  # set: nothing is generated, and params do not count
+    #: Samples that an earlier run has ended: they are planned, as the others are, and not run again.
+    done_samples: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -287,7 +289,9 @@ class Completion:
     finish_reason: FinishReason = FinishReason.ERROR
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens whose KV was reused rather than computed for this row
+    #: Prompt tokens that sequences before this one have too, by the plan of the window: their KV is reused, unless
+    #: memory ran short meanwhile (the run's counts tell what was). A fact of the window, not of how it went.
+    num_cached_tokens: int = 0
     logprobs: list[float] | None = None  # [num_output_tokens] nats
     top_logprobs: list[list[tuple[int, float]]] | None = None  # [num_output_tokens][k] (id, nats), best first
     prompt_logprobs: list[float | None] | None = None  # [num_prompt_tokens]; the first is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,11 +46,18 @@ class Ended(NamedTuple):
     error: RowError | None
 
 
-class WindowRun:
-    """Runs one planned window to its end; iterate over it for completions in the order they finish.
+@dataclass(slots=True)
+class _OpenWindow:
+    """A window of which sequences wait or run."""
+
+    num_left: int
+    nodes: list[int]
+
+
+class EngineRun:
+    """Runs planned windows. Add one, step until `has_work` is False; further ones may be added between steps.
 
     Args:
-        plan: its sequences are taken out, so that nothing is kept of those that have ended.
         check: assert every invariant of scheduler, cache and pool after each step. For tests.
     """
 
@@ -81,28 +88,52 @@ class WindowRun:
             limits.max_num_seqs,
             limits.first_row_tokens,
         )
-        stats.max_output_tokens_left = sum(seq.max_tokens for seq in plan.sequences)
-        plan.sequences.clear()
+        self._open: dict[int, _OpenWindow] = {}
+        self._note(plan)
         max_blocks = -(-limits.max_model_len // kv.block_size)
         self.scorer = PromptScorer(model, self.cache)
         self.batch = PersistentBatch(self.scheduler.max_num_seqs, max_blocks, kv.block_size, model.device)
         self._fused = model if isinstance(model, FusedHead) else None
         self._max_rows = max(16, MAX_LOGITS // model.spec.vocab_size)
 
-    def run(self, on_step: Callable[[EngineStats], None] | None = None) -> Iterator[Completion]:
-        while self.scheduler.has_work():
-            began = time.perf_counter()
-            finished = self._step()
-            self.stats.running_s += time.perf_counter() - began
-            if on_step is not None:
-                on_step(self.stats)
-            for ended in finished:
-                yield from self._completions(ended)
+    def add(self, plan: WindowPlan) -> None:
+        """One more window, whose sequences come after all that were added before."""
+        self.cache.add(plan.nodes)
+        self.scheduler.add(plan.sequences)
+        self._note(plan)
+
+    def _note(self, plan: WindowPlan) -> None:
+        """Sequences and nodes are taken out of the plan, so that nothing is kept of those that have ended."""
+        self.stats.max_output_tokens_left += sum(seq.max_tokens for seq in plan.sequences)
+        if plan.sequences:
+            nodes = [node.index for node in plan.nodes]
+            self._open[plan.sequences[0].window] = _OpenWindow(len(plan.sequences), nodes)
+        plan.sequences.clear()
+        plan.nodes.clear()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    @property
+    def has_room(self) -> bool:
+        """Could another window's sequences start now?"""
+        return self.scheduler.has_room
+
+    def step(self) -> list[Completion]:
+        """One step; the completions of those that ended with it."""
+        began = time.perf_counter()
+        finished = self._step()
+        self.stats.running_s += time.perf_counter() - began
+        return [completion for ended in finished for completion in self._completions(ended)]
 
     def _step(self) -> list[Ended]:
         step = self.scheduler.schedule()
         self._apply(step)
-        hidden = self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step)), self.kv)
+        hidden = self._forward(step)
+        if hidden is None:
+            self._count(step)
+            return []
         self._note_non_finite(step, hidden)
         self.scorer.score(step, hidden)
         ends: list[int] = []
@@ -121,10 +152,31 @@ class WindowRun:
         for seq, _, _ in finished:
             self.scheduler.finish(seq)
             self.batch.remove(seq)
+            self._leave(seq)
         self._count(step)
         if self.check:
             self.scheduler.check_integrity()
         return finished
+
+    def _forward(self, step: Step) -> Tensor | None:
+        """Final hidden states; None: there was no memory. Nothing has advanced then, and steps are smaller from now."""
+        try:
+            return self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step)), self.kv)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or not self.scheduler.halve_budget():
+                raise
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.stats.num_steps_without_memory += 1
+        return None
+
+    def _leave(self, seq: Sequence) -> None:
+        """The sequence has ended; with the last one of its window the window's nodes go."""
+        window = self._open[seq.window]
+        window.num_left -= 1
+        if not window.num_left:
+            self.cache.forget(window.nodes)
+            del self._open[seq.window]
 
     def _outputs(self, step: Step) -> list[int] | None:
         """Tokens of the flat batch whose final hidden states are used; None: all."""
@@ -243,22 +295,21 @@ class WindowRun:
         return FinishReason.LENGTH if seq.num_output >= seq.max_tokens else None
 
     def _completions(self, ended: Ended) -> Iterator[Completion]:
-        """The sequence's completion, and those of its exact duplicates."""
+        """A completion for each owner of the sequence."""
         seq, reason, error = ended
         params = seq.params
         self.stats.num_output_tokens_unfinished -= seq.num_output
         self.stats.max_output_tokens_left -= seq.max_tokens - seq.num_output
         text = None if error else seq.text.finish()
-        owners = [(seq.prompt.row_index, seq.sample_index), *seq.duplicates]
-        for place, (row_index, sample_index) in enumerate(owners):
+        for owner in seq.owners:
             completion = Completion(
-                row_index=row_index,
-                sample_index=sample_index,
+                row_index=owner.row_index,
+                sample_index=owner.sample_index,
                 text=text,
                 finish_reason=reason,
                 stop_reason=seq.stop_reason,
                 num_prompt_tokens=seq.num_prompt,
-                num_cached_tokens=seq.num_prompt if place else max(seq.num_reused, 0),
+                num_cached_tokens=owner.num_cached,
                 error=error,
             )
             if error is None and seq.prompt.score is not None:
@@ -285,12 +336,19 @@ class WindowRun:
                 stats.num_prompt_tokens_recomputed += seq.num_tokens - seq.num_cached
             else:
                 stats.num_prompt_tokens_computed += seq.num_prompt - seq.num_cached
-                stats.num_prompt_tokens_reused += seq.num_cached + seq.num_prompt * len(seq.duplicates)
+                stats.num_prompt_tokens_reused += seq.num_cached + seq.num_prompt * (len(seq.owners) - 1)
         stats.num_steps += 1
         stats.num_preemptions += len(step.preempted)
         stats.num_seqs_running = len(self.scheduler.running)
         stats.num_seqs_waiting = self.scheduler.num_waiting
         stats.num_kv_blocks_used = self.pool.num_used
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has one type for GPUs, and says it in words for CPUs."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "memory" in str(error) and "alloc" in str(error)
 
 
 def _non_finite(seq: Sequence) -> RowError:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchinfer.attention.backend import ReferenceAttention
 from batchinfer.config import EngineConfig
-from batchinfer.engine.core import RunLimits, WindowRun
+from batchinfer.engine.core import EngineRun, RunLimits
+from batchinfer.engine.feed import Feed, Prepared
 from batchinfer.engine.machine import choose_device, choose_dtype, free_memory_bytes, num_physical_cores
 from batchinfer.engine.prompts import make_prompt
 from batchinfer.engine.sampler import Sampler
@@ -45,6 +47,18 @@ if TYPE_CHECKING:
 FIRST_ROW_TOKENS = 16
 #: Part of the free memory that the KV pool may take when nobody says how much.
 KV_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWindow:
+    """A window that is ready to run."""
+
+    plan: WindowPlan
+    needed_blocks: int
+    planning_s: float
+
+
+WindowFeed = Feed[Sequence[Prompt], PlannedWindow] | Prepared[Sequence[Prompt], PlannedWindow]
 
 
 class Engine:
@@ -131,51 +145,112 @@ class Engine:
     ) -> Iterator[Completion]:
         """Run prompts; yields completions in the order they finish.
 
-        Every prompt gets `params.n` completions, or exactly one (sample_index 0) if it is refused: its
-        own error, too long, never fits. Closing the iterator stops the run.
+        Every prompt gets `params.n` completions, less its `done_samples`, or exactly one (sample_index 0)
+        if it is refused: its own error, too long, never fits. Closing the iterator stops the run.
 
         Args:
             on_step: called after each step with `stats`, which is reset when the run begins.
         """
+        return self.run_windows([prompts], on_step)
+
+    def run_windows(
+        self, windows: Iterable[Sequence[Prompt]], on_step: Callable[[EngineStats], None] | None = None
+    ) -> Iterator[Completion]:
+        """Run windows of prompts, one after the other; otherwise as `run`.
+
+        Each window is planned by itself. The next one is taken from `windows` and planned in a background
+        thread while this one runs, and it starts where this one no longer fills the batch: its first
+        completions come before the last ones of this. Row indices are distinct over all windows.
+        """
         if self._is_running:
             raise RuntimeError("this engine is running; finish or close the iterator of its last run first")
         self._is_running = True
+        self.stats = EngineStats()
+        most_blocks = self._most_blocks()
+        planner = WindowPlanner(
+            self.tokenizer, self.max_model_len, self.config.policy, prefix_sharing=self.config.prefix_sharing
+        )
+        prepare = partial(self._plan, planner, most_blocks)
+        is_one = isinstance(windows, Sequence) and len(windows) == 1
+        feed: WindowFeed = Prepared(windows, prepare) if is_one else Feed(windows, prepare)
         try:
-            yield from self._run(prompts, on_step)
+            following = feed.take(wait=True)
+            while following is not None:
+                following = yield from self._run(following, feed, most_blocks, on_step)
         finally:
+            feed.close()
             self._is_running = False
 
-    def _run(self, prompts: Sequence[Prompt], on_step: Callable[[EngineStats], None] | None) -> Iterator[Completion]:
-        config, stats = self.config, EngineStats(num_rows=len(prompts))
-        self.stats = stats
+    def _plan(self, planner: WindowPlanner, most_blocks: int, prompts: Sequence[Prompt]) -> PlannedWindow:
         began = time.perf_counter()
-        planner = WindowPlanner(self.tokenizer, self.max_model_len, config.policy, prefix_sharing=config.prefix_sharing)
-        most_blocks = self._most_blocks()
         plan = planner.plan(self._refuse_unfit(prompt, most_blocks) for prompt in prompts)
-        kv = self._make_kv(plan, most_blocks)
-        stats.num_prompt_tokens = plan.num_prompt_tokens
-        stats.num_prompt_tokens_shareable = plan.num_shareable_tokens
+        return PlannedWindow(plan, self._needed_blocks(plan), time.perf_counter() - began)
+
+    def _run(
+        self,
+        first: PlannedWindow,
+        feed: WindowFeed,
+        most_blocks: int,
+        on_step: Callable[[EngineStats], None] | None,
+    ) -> Generator[Completion, None, PlannedWindow | None]:
+        """Run the window and those after it while the KV pool is large enough; returns the first that needs more."""
+        config, stats = self.config, self.stats
+        kv = self._make_kv(first.needed_blocks, most_blocks)
         stats.num_kv_blocks = kv.num_blocks
-        stats.planning_s = time.perf_counter() - began
-        limits = RunLimits(config.max_batch_tokens, config.max_num_seqs, self.max_model_len, FIRST_ROW_TOKENS)
-        run = WindowRun(plan, self.model, kv, self._sampler, limits, stats, check=self.check_integrity)
-        samples_left = {prompt.row_index: prompt.params.n for prompt in prompts}
+        first_row = FIRST_ROW_TOKENS if stats.num_rows == 0 else 0
+        limits = RunLimits(config.max_batch_tokens, config.max_num_seqs, self.max_model_len, first_row)
+        samples_left: dict[int, int] = {}
+        following: PlannedWindow | None = None
+        refused = self._begin(first, samples_left)
+        run = EngineRun(first.plan, self.model, kv, self._sampler, limits, stats, check=self.check_integrity)
         try:
-            for completion in plan.refused:
-                stats.num_rows_done += 1
-                stats.num_rows_failed += 1
-                yield completion
-            for completion in run.run(on_step):
-                self._count(completion, samples_left)
-                yield completion
+            yield from refused
+            while True:
+                if following is None and run.has_room:
+                    following = feed.take(wait=not run.has_work)
+                if following is not None and run.has_room:
+                    if min(following.needed_blocks, most_blocks) > kv.num_blocks:
+                        if not run.has_work:
+                            return following
+                    else:
+                        refused = self._begin(following, samples_left)
+                        run.add(following.plan)
+                        following = None
+                        yield from refused
+                if not run.has_work:
+                    if feed.is_at_end:
+                        return None
+                    continue
+                finished = run.step()
+                for completion in finished:
+                    self._count(completion, samples_left)
+                if on_step is not None:
+                    on_step(stats)
+                yield from finished
         finally:
             if run.saw_non_finite:
                 self._kv = None  # NaN in a stale block must not reach the next run
+
+    def _begin(self, window: PlannedWindow, samples_left: dict[int, int]) -> list[Completion]:
+        """Count the window in; the completions of its refused rows."""
+        plan, stats = window.plan, self.stats
+        stats.num_rows += len(plan.samples_left)
+        stats.num_prompt_tokens += plan.num_prompt_tokens
+        stats.num_prompt_tokens_shareable += plan.num_shareable_tokens
+        stats.planning_s += window.planning_s
+        samples_left.update(plan.samples_left)
+        for completion in plan.refused:
+            stats.num_rows_done += 1
+            stats.num_rows_failed += 1
+            del samples_left[completion.row_index]
+        refused, plan.refused = plan.refused, []
+        return refused
 
     def _count(self, completion: Completion, samples_left: dict[int, int]) -> None:
         self.stats.num_output_tokens += len(completion.token_ids)
         samples_left[completion.row_index] -= 1
         if not samples_left[completion.row_index]:
+            del samples_left[completion.row_index]
             self.stats.num_rows_done += 1
             self.stats.num_rows_failed += completion.error is not None
 
@@ -212,15 +287,20 @@ class Engine:
             return max(1, self._kv_limit_bytes() // self._bytes_per_block())
         return _num_blocks(self.config, self._bytes_per_block())
 
-    def _make_kv(self, plan: WindowPlan, most_blocks: int) -> KVPool:
-        """The KV pool: of the size asked for, else what the plan can use within the limit."""
+    def _needed_blocks(self, plan: WindowPlan) -> int:
+        """KV blocks that the window can use at most."""
+        block_size = self.config.block_size
+        needs = sorted(
+            (-(-(seq.num_prompt + seq.max_tokens) // block_size) + 1 for seq in plan.sequences), reverse=True
+        )
+        kept = sum(-(-(node.end - node.start) // block_size) + 1 for node in plan.nodes)
+        return max(1, sum(needs[: self.config.max_num_seqs]) + kept)
+
+    def _make_kv(self, needed_blocks: int, most_blocks: int) -> KVPool:
+        """The KV pool: of the size asked for, else what the window can use within the limit."""
         num_blocks, block_size = most_blocks, self.config.block_size
         if self.config.kv_memory_bytes is None:
-            needs = sorted(
-                (-(-(seq.num_prompt + seq.max_tokens) // block_size) + 1 for seq in plan.sequences), reverse=True
-            )
-            kept = sum(-(-(node.end - node.start) // block_size) + 1 for node in plan.nodes)
-            num_blocks = max(1, min(sum(needs[: self.config.max_num_seqs]) + kept, most_blocks))
+            num_blocks = min(needed_blocks, most_blocks)
         if self._kv is None or self._kv.num_blocks != num_blocks:
             self._kv = None  # free the old pool first
             try:

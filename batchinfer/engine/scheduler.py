@@ -10,6 +10,8 @@ from batchinfer.engine.blocks import BlockPool
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.tree_cache import Match, TreeCache
 
+#: A step that has no memory is halved down to this many tokens.
+LEAST_BUDGET = 16
 #: Longer first rows are not taken through in small steps, nor for more steps than this.
 MAX_FIRST_STEPS = 128
 
@@ -59,14 +61,32 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # Every running sequence must be able to advance in every step.
         self.max_num_seqs = min(max_num_seqs, max_batch_tokens)
-        self._waiting = [(seq.order, seq) for seq in sequences]  # a heap: orders are distinct
-        heapq.heapify(self._waiting)
+        self._waiting: list[tuple[int, Sequence]] = []  # a heap: orders are distinct
+        self.add(sequences)
         self._first = self._waiting[0][1] if self._waiting else None
         self._first_row_tokens = first_row_tokens
         self._num_first_steps = 0
         self._budget = max_batch_tokens  # of the step that is being made
         self.num_parked = 0  # sequences that wait for a node, on its own list
         self.running: list[Sequence] = []  # in the order of admission
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences of one more window. Their nodes are in the cache."""
+        self._waiting += ((seq.order, seq) for seq in sequences)
+        heapq.heapify(self._waiting)
+
+    def halve_budget(self) -> bool:
+        """Make smaller steps from now on, because one had no memory; False: they are as small as can be."""
+        if self.max_batch_tokens <= LEAST_BUDGET:
+            return False
+        self.max_batch_tokens = max(LEAST_BUDGET, self.max_batch_tokens // 2)
+        self.max_num_seqs = min(self.max_num_seqs, self.max_batch_tokens)
+        return True
+
+    @property
+    def has_room(self) -> bool:
+        """Nothing waits for a place: sequences of a later window may be added."""
+        return not self._waiting and len(self.running) < self.max_num_seqs
 
     @property
     def num_waiting(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,14 @@ from torch import Tensor
 
 from batchinfer.engine.detokenizer import OutputText
 from batchinfer.types import Prompt, SamplingParams, TokenIds, TokenScores
+
+
+class Owner(NamedTuple):
+    """A sample that takes a sequence's result."""
+
+    row_index: int
+    sample_index: int
+    num_cached: int  # prompt tokens that sequences before it have too, by the plan
 
 
 @dataclass(slots=True, eq=False)
@@ -28,14 +37,15 @@ class Sequence:
     text: OutputText
     stream_key: int
     max_tokens: int  # params.max_tokens cut to what max_model_len leaves; 0 for a row that only scores
-    #: (row_index, sample_index) of exact duplicates that take this sequence's result too.
-    duplicates: list[tuple[int, int]] = field(default_factory=list)
+    #: Who takes the result: the row's own sample, unless it is done, and exact duplicates.
+    owners: list[Owner] = field(default_factory=list)
+    window: int = 0  # which of the run's windows it came with
 
     tokens: TokenIds = field(init=False)  # [capacity] int32; the first num_tokens count
     num_tokens: int = field(init=False)
     num_computed: int = 0
     num_cached: int = 0  # at the latest admission
-    num_reused: int = -1  # num_cached at the first admission, which is what the output reports
+    num_reused: int = -1  # num_cached at the first admission
     blocks: list[int] = field(default_factory=list)
     is_running: bool = False  # the scheduler's
     slot: int = -1  # the persistent batch's row; -1: none

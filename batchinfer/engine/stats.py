@@ -25,6 +25,7 @@ class EngineStats:
     max_output_tokens_left: int = 0  # to draw if no sample ends before its limit
     num_preemptions: int = 0
     num_steps: int = 0
+    num_steps_without_memory: int = 0  # each has halved the token budget of the following ones
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0
     planning_s: float = 0.0

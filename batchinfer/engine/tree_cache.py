@@ -37,7 +37,7 @@ class SharedNode:
     start: int  # span [start, end)
     end: int
     depth: int
-    uses: npt.NDArray[np.int32]  # places in the order of execution of the sequences below, ascending
+    uses: npt.NDArray[np.int64]  # places in the order of execution of the sequences below, ascending
     scored: npt.NDArray[np.bool_] | None  # [end - start] tokens that a sequence below wants scored; None: none
     keeps_hidden: bool  # a sequence below wants the token at `end` scored, whichever it has there
     num_pending: int  # sequences below that wait for admission
@@ -79,11 +79,24 @@ class TreeCache:
     def __init__(self, pool: BlockPool, block_size: int, nodes: Iterable[SharedNode]) -> None:
         self.pool = pool
         self.block_size = block_size
-        self.nodes = {node.index: node for node in nodes}
+        self.nodes: dict[int, SharedNode] = {}
         self.computed: set[int] = set()
         self._children: dict[int, list[int]] = {}
-        for node in self.nodes.values():
-            self._children.setdefault(node.parent, []).append(node.index)
+        self.add(nodes)
+
+    def add(self, nodes: Iterable[SharedNode]) -> None:
+        """The nodes of one more window."""
+        for node in nodes:
+            self.nodes[node.index] = node
+            if node.parent:
+                self._children.setdefault(node.parent, []).append(node.index)
+
+    def forget(self, nodes: Iterable[int]) -> None:
+        """All sequences below these nodes have ended."""
+        for index in nodes:
+            node = self.nodes.pop(index)
+            assert node.blocks is None and node.computing is None and not node.num_pending  # noqa: PT018
+            self._children.pop(index, None)
 
     def match(self, seq: Sequence) -> Match:
         """The longest computed part of the sequence's path. Changes nothing."""

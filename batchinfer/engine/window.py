@@ -12,7 +12,7 @@ import numpy.typing as npt
 from batchinfer.config import Policy
 from batchinfer.engine.detokenizer import OutputText
 from batchinfer.engine.random import stream_key
-from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.sequence import Owner, Sequence
 from batchinfer.engine.tree_cache import SharedNode
 from batchinfer.planner.order import execution_order
 from batchinfer.planner.prefix_tree import PrefixTree, build_prefix_tree
@@ -23,6 +23,7 @@ from batchinfer.types import Completion, ErrorCode, Prompt, RowError, SamplingPa
 class WindowPlan:
     """What a window of prompts comes down to."""
 
+    samples_left: dict[int, int] = field(default_factory=dict)  # row_index -> completions to come, refusals included
     refused: list[Completion] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # by order
     nodes: list[SharedNode] = field(default_factory=list)
@@ -31,7 +32,10 @@ class WindowPlan:
 
 
 class WindowPlanner:
-    """Turns prompts into sequences.
+    """Turns prompts into sequences, a window at a time.
+
+    Places in the order of execution and the numbers of nodes go on from one window to the next, so that
+    several windows can run together.
 
     Args:
         tokenizer: for stop strings and texts, see OutputText.
@@ -43,22 +47,35 @@ class WindowPlanner:
         self.max_model_len = max_model_len
         self.policy = policy
         self.prefix_sharing = prefix_sharing
+        self._num_windows = 0
+        self._num_orders = 0
+        self._num_nodes = 0
 
     def plan(self, prompts: Iterable[Prompt]) -> WindowPlan:
         out = WindowPlan()
         rows: list[Prompt] = []
         for prompt in prompts:
+            num_left = prompt.params.n - len(prompt.done_samples)
             error = prompt.error or self._refusal(prompt)
             if error is None:
                 rows.append(prompt)
-            else:
+            elif not prompt.done_samples:
+                num_left = 1
                 out.refused.append(failed(prompt, error))
-        if not rows:
-            return out
-        if self.prefix_sharing:
-            self._plan_shared(rows, out)
-        else:
-            self._plan_separate(rows, out)
+            else:
+                num_left = 0
+            if num_left:
+                out.samples_left[prompt.row_index] = num_left
+        if rows:
+            if self.prefix_sharing:
+                self._plan_shared(rows, out)
+            else:
+                self._plan_separate(rows, out)
+        for seq in out.sequences:
+            out.num_prompt_tokens += seq.num_prompt * len(seq.owners)
+            out.num_shareable_tokens += sum(owner.num_cached for owner in seq.owners)
+        self._num_windows += 1
+        self._num_orders += len(out.sequences)
         return out
 
     def _refusal(self, prompt: Prompt) -> RowError | None:
@@ -84,47 +101,54 @@ class WindowPlanner:
         if self.policy == "priority":
             places = sorted(places, key=lambda row: -rows[row].priority)
         for row in places:
-            for sample in range(rows[row].params.n):
-                out.sequences.append(self._sequence(rows[row], sample, len(out.sequences), ()))
-        out.num_prompt_tokens = sum(seq.num_prompt for seq in out.sequences)
+            prompt = rows[row]
+            for sample in range(prompt.params.n):
+                if sample not in prompt.done_samples:
+                    owners = [Owner(prompt.row_index, sample, 0)]
+                    out.sequences.append(self._sequence(prompt, sample, owners, len(out.sequences), ()))
 
     def _plan_shared(self, rows: list[Prompt], out: WindowPlan) -> None:
         tree, order = self._tree(rows)
-        kept, duplicates = self._collapse(rows, tree, order)
+        kept, takers = self._collapse(rows, tree, order)
         paths = _SharedPaths(tree, kept)
+        met: set[int] = set()  # nodes that a sequence so far passes
         uses: dict[int, list[int]] = {}
         scored = _ScoredTokens(tree)
-        for row in order:
+        for row in map(int, order):
             prompt = rows[row]
             path = paths.of(int(tree.node_of_row[row]))
             if prompt.score is not None and prompt.score.keeps_hidden:
                 path = tuple(node for node in path if tree.end[node] < prompt.score.spans[0][0])
+            runs = False
             for sample in range(kept[row]):
-                seq = self._sequence(prompt, sample, len(out.sequences), path)
-                seq.duplicates = duplicates.get((int(row), sample), [])
+                num_cached = _num_cached(prompt, path, met, tree)
+                met.update(path)
+                owners = _owners(prompt, sample, num_cached, takers.get((row, sample), ()))
+                if not owners:
+                    continue
+                runs = True
+                numbered = tuple(self._num_nodes + node for node in path)
+                seq = self._sequence(prompt, sample, owners, len(out.sequences), numbered)
                 for node in path:
                     uses.setdefault(node, []).append(seq.order)
                 out.sequences.append(seq)
-            if kept[row]:
+            if runs:
                 scored.add(path, out.sequences[-1].scored_spans)
         out.nodes = [
             SharedNode(
-                index=node,
-                parent=max(int(tree.parent[node]), 0),
+                index=self._num_nodes + node,
+                parent=self._num_nodes + int(tree.parent[node]) if tree.parent[node] > 0 else 0,
                 start=int(tree.start[node]),
                 end=int(tree.end[node]),
                 depth=paths.depth(node),
-                uses=np.array(orders, dtype=np.int32),
+                uses=np.array(orders, dtype=np.int64),
                 scored=scored.masks.get(node),
                 keeps_hidden=node in scored.borders,
                 num_pending=len(orders),
             )
             for node, orders in uses.items()
         ]
-        out.num_prompt_tokens = sum(len(prompt.token_ids) * prompt.params.n for prompt in rows)
-        # Each further sample computes the last prompt token again: its hidden state is what it draws from.
-        num_again = int(np.maximum(kept - 1, 0).sum())
-        out.num_shareable_tokens = out.num_prompt_tokens - tree.num_unique_tokens - num_again
+        self._num_nodes += len(tree.parent)
 
     def _tree(self, rows: list[Prompt]) -> tuple[PrefixTree, npt.NDArray[np.int32]]:
         """The tree of the rows' tokens, and the rows in their order of execution.
@@ -138,19 +162,20 @@ class WindowPlanner:
         ]
         tree = build_prefix_tree([prompt.token_ids for prompt in rows] + cuts)
         priorities = [prompt.priority for prompt in rows] + [0.0] * len(cuts)
-        order = execution_order(tree, self.policy, priorities)
+        limits = [0 if prompt.score else prompt.params.max_tokens for prompt in rows] + [0] * len(cuts)
+        order = execution_order(tree, self.policy, priorities, limits)
         return tree, order[order < len(rows)] if cuts else order
 
     def _collapse(
         self, rows: list[Prompt], tree: PrefixTree, order: np.ndarray
-    ) -> tuple[np.ndarray, dict[tuple[int, int], list[tuple[int, int]]]]:
+    ) -> tuple[np.ndarray, dict[tuple[int, int], list[tuple[Prompt, int]]]]:
         """How many samples of each row to run, and which others take whose result.
 
         Equal tokens, parameters and random stream give equal output; greedy rows have no stream.
         """
         kept = np.zeros(tree.num_rows, dtype=np.int64)
         first: dict[tuple[int, SamplingParams, ScoreRequest | None, int | None], int] = {}
-        duplicates: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        takers: dict[tuple[int, int], list[tuple[Prompt, int]]] = {}
         for row in map(int, order):
             prompt = rows[row]
             num_samples, stream = prompt.params.n, stream_of(prompt)
@@ -161,20 +186,43 @@ class WindowPlanner:
             for sample in range(num_samples):
                 to = (owner, 0 if greedy else sample)
                 if (row, sample) != to:
-                    duplicates.setdefault(to, []).append((prompt.row_index, sample))
-        return kept, duplicates
+                    takers.setdefault(to, []).append((prompt, sample))
+        return kept, takers
 
-    def _sequence(self, prompt: Prompt, sample: int, order: int, path: tuple[int, ...]) -> Sequence:
+    def _sequence(
+        self, prompt: Prompt, sample: int, owners: list[Owner], place: int, path: tuple[int, ...]
+    ) -> Sequence:
         params = prompt.params
         return Sequence(
             prompt=prompt,
             sample_index=sample,
-            order=order,
+            order=self._num_orders + place,
             path=path,
+            owners=owners,
+            window=self._num_windows,
             text=OutputText(self.tokenizer, params.stop, params.include_stop),
             stream_key=stream_key(params.seed, prompt.key, sample),
             max_tokens=0 if prompt.score else min(params.max_tokens, self.max_model_len - len(prompt.token_ids)),
         )
+
+
+def _num_cached(prompt: Prompt, path: tuple[int, ...], met: set[int], tree: PrefixTree) -> int:
+    """Prompt tokens that the sequences before this one have too; its last token is computed in any case."""
+    for node in reversed(path):
+        if node in met:
+            return min(int(tree.end[node]), len(prompt.token_ids) - 1)
+    return 0
+
+
+def _owners(prompt: Prompt, sample: int, num_cached: int, takers: Iterable[tuple[Prompt, int]]) -> list[Owner]:
+    """Those that still want the result of this sample of the prompt."""
+    owners = [] if sample in prompt.done_samples else [Owner(prompt.row_index, sample, num_cached)]
+    owners += [
+        Owner(taker.row_index, of_taker, len(taker.token_ids))
+        for taker, of_taker in takers
+        if of_taker not in taker.done_samples
+    ]
+    return owners
 
 
 def stream_of(prompt: Prompt) -> int | None:

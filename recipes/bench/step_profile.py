@@ -96,7 +96,7 @@ class TimedLibrary:
 def timed_parts(engine: Engine, timers: Timers, ends: Timers) -> Iterator[None]:
     """Timers around the parts of every step of the engine, others around what the end of a row takes."""
     from batchinfer.engine.batch import PersistentBatch
-    from batchinfer.engine.core import WindowRun
+    from batchinfer.engine.core import EngineRun
     from batchinfer.engine.detokenizer import OutputText
     from batchinfer.engine.scheduler import Scheduler
 
@@ -104,15 +104,15 @@ def timed_parts(engine: Engine, timers: Timers, ends: Timers) -> Iterator[None]:
     library = getattr(model, "_library", None)
     of_model = KERNELS if library is None else "call"
     places: list[tuple[object, str, str]] = [
-        (WindowRun, "_step", REST),
+        (EngineRun, "_step", REST),
         (Scheduler, "schedule", "schedule"),
-        (WindowRun, "_apply", "apply"),
+        (EngineRun, "_apply", "apply"),
         (PersistentBatch, "inputs", "inputs"),
         (model, "forward", of_model),
-        (WindowRun, "_note_non_finite", "check"),
-        (WindowRun, "_sample", "sample"),
+        (EngineRun, "_note_non_finite", "check"),
+        (EngineRun, "_sample", "sample"),
         (model, "logits", of_model),
-        (WindowRun, "_count", "count"),
+        (EngineRun, "_count", "count"),
     ]
     if hasattr(model, "greedy"):
         places.append((model, "greedy", of_model))

@@ -23,7 +23,7 @@ BLOCK = 4
 
 @dataclass
 class Drive:
-    """Runs a scheduler as WindowRun does, with a KV pool that remembers which token was stored where."""
+    """Runs a scheduler as EngineRun does, with a KV pool that remembers which token was stored where."""
 
     prompts: list[list[int]]
     num_outputs: list[int]  # by prompt: when its sequences end
@@ -240,7 +240,7 @@ def test_a_full_hit_computes_the_last_token_again() -> None:
 
 def test_shared_blocks_are_given_back_when_the_last_row_has_taken_them() -> None:
     stem = list(range(8))
-    drive = Drive([[*stem, 8], [*stem, 9], [*stem, 10]], [1, 1, 20], num_blocks=20, max_num_seqs=1)
+    drive = Drive([[*stem, 8], [*stem, 9], [*stem, 10]], [1, 1, 20], num_blocks=20, max_num_seqs=1, policy="fcfs")
     drive.step()
     assert drive.pool.num_used == 2, "the first row is done, its stem is kept"
     drive.step()

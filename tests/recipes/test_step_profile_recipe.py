@@ -14,7 +14,7 @@ import torch
 from tiny_models import INSTRUCTION_SETS, tiny_engine
 
 from batchinfer.config import EngineConfig
-from batchinfer.engine.core import WindowRun
+from batchinfer.engine.core import EngineRun
 from batchinfer.engine.engine import Engine
 
 
@@ -53,9 +53,9 @@ def test_only_steps_that_decode_all_rows_count(recipe: ModuleType, kernels: str 
     dtype = torch.float32 if kernels is None else torch.bfloat16
     engine = tiny_engine(EngineConfig(max_batch_tokens=24, max_num_seqs=4), dtype=dtype, kernels=kernels)
     engine.check_integrity = False
-    before = dict(vars(WindowRun)), dict(vars(engine.model))
+    before = dict(vars(EngineRun)), dict(vars(engine.model))
     found = recipe.profile(engine, num_rows=4, prompt_tokens=10, steps=6)
-    assert (dict(vars(WindowRun)), dict(vars(engine.model))) == before
+    assert (dict(vars(EngineRun)), dict(vars(engine.model))) == before
     # The first row has one token when the last prompt is computed, so it ends a step or more before the others.
     assert 4 <= found["num_steps"] <= 7
     parts = found["parts_s"]
