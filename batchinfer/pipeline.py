@@ -223,7 +223,9 @@ def _add_to_frame(frame: Any, row_indices: np.ndarray, results: pa.Table) -> Any
 
 
 def _add_to_table(table: pa.Table, row_indices: np.ndarray, results: pa.Table) -> pa.Table:
-    merged = table if _is_each_row_once(row_indices, table.num_rows) else table.take(pa.array(row_indices))
+    from batchinfer.output.repeat import repeated_rows
+
+    merged = table if _is_each_row_once(row_indices, table.num_rows) else repeated_rows(table, row_indices)
     for field in results.schema:
         merged = merged.append_column(field, results.column(field.name))
     return merged
