@@ -78,10 +78,12 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> 
     problem = _import_problem()
     if problem is not None:
         return f"triton cannot be imported, install it with pip install triton ({problem})"
-    if device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            return f"the GPU's compute capability is {major}.{minor}, the kernels need 8.0"
+    from batchinfer.kernels.triton.launch import chip_of
+
+    try:
+        chip_of(device)
+    except ValueError as error:
+        return str(error)
     return unsupported_shape(spec)
 
 

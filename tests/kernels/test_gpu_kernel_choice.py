@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from tiny_models import SMALL_SPEC
 
 from batchinfer.errors import InputError
 from batchinfer.kernels import choice
-from batchinfer.kernels.choice import FORCE_VARIABLE, TORCH, TRITON, TRITON_DETERMINISTIC, choose_kernels
+from batchinfer.kernels.choice import FORCE_VARIABLE, TRITON, TRITON_DETERMINISTIC, choose_kernels
 from batchinfer.kernels.cpu import library
-from batchinfer.kernels.cpu.choice import KernelChoice
+from batchinfer.kernels.cpu.choice import TORCH, KernelChoice
+from batchinfer.kernels.triton import launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,11 +28,19 @@ def nothing_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def use_gpu(monkeypatch: pytest.MonkeyPatch, hip: str | None = None, **properties: object) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+    launch._gpu.cache_clear()
+
+
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper."""
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    use_gpu(monkeypatch, name="H200", major=9, minor=0)
+    yield
+    launch._gpu.cache_clear()
 
 
 def test_triton_on_a_gpu(gpu: None) -> None:
@@ -38,10 +49,11 @@ def test_triton_on_a_gpu(gpu: None) -> None:
     assert choose_kernels(SMALL_SPEC, BF16, GPU, deterministic=True) == KernelChoice(TRITON_DETERMINISTIC)
 
 
-def test_amd_is_not_asked_for_nvidias_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
+def test_triton_on_amd(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, hip="6.4", name="MI300X", gcnArchName="gfx942:sramecc+:xnack-")
     assert choose_kernels(SMALL_SPEC, BF16, GPU).name == TRITON
+    use_gpu(monkeypatch, hip="6.4", name="Vega", gcnArchName="gfx906")
+    assert "gfx906" in str(choose_kernels(SMALL_SPEC, BF16, GPU).reason)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -61,14 +73,14 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    use_gpu(monkeypatch, name="T4", major=7, minor=5)
 
 
 @pytest.mark.parametrize(
     ("spoil", "spec", "reason"),
     [
         (no_triton, SMALL_SPEC, "pip install triton"),
-        (old_gpu, SMALL_SPEC, "compute capability is 7.5, the kernels need 8.0"),
+        (old_gpu, SMALL_SPEC, "T4: sm_75 is older than sm_80"),
         (None, replace(SMALL_SPEC, head_dim=512), "head_dim 512"),
         (None, replace(SMALL_SPEC, rope=replace(SMALL_SPEC.rope, dim=7)), "is odd: 7"),
     ],
