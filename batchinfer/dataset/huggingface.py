@@ -100,9 +100,23 @@ def from_hf_dataset(dataset: Any, limit: int | None = None, name: str = "the dat
         some = dataset.with_format(None) if columns is None else dataset.with_format(None).select_columns(columns)
         arrow = some.with_format("arrow")
         for first in range(start, num_rows, _STEP_ROWS):
-            yield arrow[first : min(first + _STEP_ROWS, num_rows)]
+            yield from _rows_of(arrow, first, min(first + _STEP_ROWS, num_rows))
 
     return StreamSource(name, schema, num_rows, tables)
+
+
+def _rows_of(arrow: Any, first: int, end: int) -> Iterator[pa.Table]:
+    """Selections are taken row by row into one array, which cannot hold strings of more than 2 GiB."""
+    try:
+        table = arrow[first:end]
+    except pa.ArrowInvalid:
+        if end - first == 1:
+            raise
+        middle = (first + end) // 2
+        yield from _rows_of(arrow, first, middle)
+        yield from _rows_of(arrow, middle, end)
+    else:
+        yield table
 
 
 def _from_iterable(dataset: Any, limit: int | None, name: str) -> StreamSource:

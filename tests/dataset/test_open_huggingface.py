@@ -65,6 +65,20 @@ def test_selections_and_shuffles_are_respected(dataset) -> None:
     assert prompts_of(source) == list(shuffled["prompt"])[:12]
 
 
+def test_selections_too_large_for_one_array_come_in_pieces(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit of five rows in place of 2 GiB."""
+    source = from_dataset(dataset.select(range(49, -1, -1)))
+    getitem = datasets.Dataset.__getitem__
+
+    def limited(self, key):
+        if isinstance(key, slice) and key.stop - key.start > 5:
+            raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+        return getitem(self, key)
+
+    monkeypatch.setattr(datasets.Dataset, "__getitem__", limited)
+    assert [i for w in source.windows(20) for i in w.column("id").to_pylist()] == [2**53 + i for i in range(49, -1, -1)]
+
+
 def test_the_callers_format_does_not_matter(dataset) -> None:
     formatted = dataset.with_format("numpy", columns=["id"])
     assert prompts_of(from_dataset(formatted)) == list(dataset["prompt"])

@@ -18,6 +18,7 @@ import pytest
 
 from batchinfer.dataset import parquet as parquet_module
 from batchinfer.dataset.source import from_dataset, open_source
+from batchinfer.dataset.windows import input_windows
 from batchinfer.errors import InputError
 
 
@@ -366,6 +367,29 @@ def test_one_large_nested_row_group(tmp_path: Path) -> None:
     assert group.row_group(0).total_byte_size > 16 * 2**20
     tables = list(open_source(str(tmp_path / "a.parquet")).windows(1500))
     assert pa.concat_tables(tables).equals(table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_one_row_group_whose_strings_pass_two_gib(tmp_path: Path, is_nested: bool) -> None:
+    """32-bit offsets end there: the windows come in chunks, and nothing joins them. Few bytes are on disk."""
+    text = "x" * (3 * 2**20)
+    num_rows = 700  # fewer than are decoded at once
+    cell = [{"content": text}] if is_nested else text
+    table = pa.table({"prompt": pa.chunked_array([pa.array([cell] * 20)] * (num_rows // 20)), "i": range(num_rows)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert pq.read_metadata(tmp_path / "a.parquet").num_row_groups == 1
+    source = open_source(str(tmp_path / "a.parquet"))
+    (window,) = source.windows()
+    assert (window.num_rows, window.nbytes > 2**31) == (num_rows, True)
+    assert window.column("i").to_pylist() == list(range(num_rows))
+    for row in (0, 15, 16, num_rows - 1):
+        assert window.column("prompt")[row].as_py() == cell
+    del window
+    (again,) = input_windows(source, columns=["i"])
+    pieces = [(piece.num_rows, piece.column("prompt")[-1].as_py() == cell) for piece in again.full()]
+    assert sum(rows for rows, _ in pieces) == num_rows
+    assert all(is_same for _, is_same in pieces)
 
 
 def test_nested_batches_that_are_too_large_to_decode_are_read_in_smaller_ones(
