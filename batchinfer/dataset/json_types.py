@@ -12,7 +12,8 @@ from batchinfer.errors import InputError
 
 _MAX_EXACT_FLOAT = 2**53
 _MAX_KEYS = 1000
-_KINDS = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+_STRING = "a string"
+_KINDS = {bool: "a boolean", int: "a number", float: "a number", str: _STRING, list: "a list", dict: "an object"}
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class Shape:
         if value is None:
             return
         kind = _KINDS[type(value)]
+        if self.kind is kind and (kind is _STRING or (type(value) is int and self.low <= value <= self.high)):
+            return  # most values tell nothing new
         if self.kind is None:
             self.kind, self.first = kind, record
         elif self.kind != kind:
