@@ -15,7 +15,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine runs. None of these changes a token or a logprob, except `dtype` and `device`.
+    """How the engine runs. None of these changes a token or a logprob, except `dtype`, `device` and `deterministic`.
 
     Attributes:
         dtype: of weights and KV. "auto": bfloat16 where the checkpoint is 16-bit or quantised and
@@ -24,11 +24,13 @@ class EngineConfig:
         threads: CPU threads; None: the physical cores this process may use.
         max_batch_tokens: token budget of a step, prompt chunks and decodes together.
         max_num_seqs: sequences running at once.
-        kv_memory_bytes: size of the KV pool; None: what the job can use, at most half of the free memory.
+        kv_memory_bytes: size of the KV pool; None: what the job can use, at most half of the free memory, or on a
+            GPU what steps leave of it.
         block_size: tokens per KV block, one of 16, 32, 64, 128, 256.
         policy: order of admission: "prefix" (depth-first through the prefix tree), "fcfs", "priority".
         prefix_sharing: compute shared prefixes once.
         max_model_len: most tokens of prompt and output together; None: what the model was made for.
+        deterministic: on a GPU, a row's bits do not depend on its company; costs some speed. On a CPU they never do.
     """
 
     dtype: Dtype = "auto"
@@ -41,6 +43,7 @@ class EngineConfig:
     policy: Policy = "prefix"
     prefix_sharing: bool = True
     max_model_len: int | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):

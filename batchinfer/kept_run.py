@@ -96,7 +96,7 @@ def run_or_reuse(
 def run_identity(run: CheckedRun) -> dict[str, Any]:
     """Everything that tokens and logprobs depend on but the input rows, as JSON values. Reads every weight file."""
     from batchinfer.engine.machine import choose_device, choose_dtype
-    from batchinfer.kernels.cpu.choice import choose_kernels
+    from batchinfer.kernels.choice import choose_kernels
     from batchinfer.models.spec import choose_max_model_len
 
     settings, spec = run.settings, run.model.spec
@@ -109,7 +109,7 @@ def run_identity(run: CheckedRun) -> dict[str, Any]:
         "engine": {
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device),
-            "kernels": choose_kernels(spec, dtype, device).name,
+            "kernels": choose_kernels(spec, dtype, device, deterministic=settings.engine.deterministic).name,
             "max_model_len": choose_max_model_len(settings.engine.max_model_len, spec, settings.model),
         },
         "input": {

@@ -104,6 +104,7 @@ SETTINGS: dict[str, Setting] = {
         setting("engine", "policy", "string"),
         setting("engine", "prefix_sharing", "boolean", flag="--prefix-sharing/--no-prefix-sharing"),
         setting("engine", "max_model_len", "integer"),
+        setting("engine", "deterministic", "boolean", flag="--deterministic/--no-deterministic"),
         setting("output", "output", "string", key="path"),
         setting("output", "output_prefix", "string", key="prefix"),
         setting("output", "overwrite", "boolean"),

@@ -58,6 +58,7 @@ def bench(
     block_size: o.BlockSize = None,
     policy: o.Policy = None,
     prefix_sharing: o.PrefixSharing = None,
+    deterministic: o.Deterministic = None,
     json: o.Json = False,
     quiet: o.Quiet = False,
     debug: o.Debug = False,

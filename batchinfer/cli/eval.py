@@ -66,6 +66,7 @@ def eval_(
     block_size: o.BlockSize = None,
     policy: o.Policy = None,
     prefix_sharing: o.PrefixSharing = None,
+    deterministic: o.Deterministic = None,
     output: e.OutputFolder = None,
     json: e.Json = False,
     quiet: o.Quiet = False,

@@ -274,6 +274,15 @@ PrefixSharing = Annotated[
         show_default=False,
     ),
 ]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="On a GPU: no row's result depends on its company, at some cost. On a CPU it never does. Default: no.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
 
 # Output
 Output = Annotated[

@@ -51,6 +51,7 @@ def run(
     block_size: o.BlockSize = None,
     policy: o.Policy = None,
     prefix_sharing: o.PrefixSharing = None,
+    deterministic: o.Deterministic = None,
     output: o.Output = None,
     overwrite: o.Overwrite = None,
     output_prefix: o.OutputPrefix = None,

@@ -120,6 +120,7 @@ def score(
     kv_memory: o.KvMemory = None,
     block_size: o.BlockSize = None,
     prefix_sharing: o.PrefixSharing = None,
+    deterministic: o.Deterministic = None,
     output: o.Output = None,
     overwrite: o.Overwrite = None,
     output_prefix: o.OutputPrefix = None,

@@ -24,7 +24,7 @@ ALL_OPTIONS = """
     --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --include-stop --ignore-eos
     --stop END --stop STOP --stop-token-id 7 --stop-token-id 8 --logprobs 2 --logprobs-mode processed
     --prompt-logprobs --dtype float32 --device cpu --threads 1 --max-batch-tokens 64 --max-num-seqs 4
-    --kv-memory 1MiB --block-size 16 --no-prefix-sharing --max-model-len 100 --output-prefix bi_
+    --kv-memory 1MiB --block-size 16 --no-prefix-sharing --max-model-len 100 --deterministic --output-prefix bi_
     --overwrite --strict --json --quiet
 """
 
