@@ -22,11 +22,19 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
+#: Beginnings of specs that load_dataset is asked for: whole, and streaming.
+PREFIXES = ("hf:", "hf-stream:")
+
+
 def open_hf(spec: str, limit: int | None = None) -> StreamSource:
-    """`hf:NAME[:CONFIG]@SPLIT` or `hf:FOLDER[@SPLIT]`. Raises InputError if it cannot be loaded."""
-    name, split = split_off(spec.removeprefix("hf:"))
+    """`hf:NAME[:CONFIG]@SPLIT` or `hf:FOLDER[@SPLIT]`; `hf-stream:...` reads the files while it goes, copying none.
+
+    Raises InputError if it cannot be loaded.
+    """
+    prefix = next(prefix for prefix in PREFIXES if spec.startswith(prefix))
+    name, split = split_off(spec.removeprefix(prefix))
     if not name:
-        raise InputError(f"{spec}: write hf:NAME[:CONFIG]@SPLIT or hf:FOLDER[@SPLIT]")
+        raise InputError(f"{spec}: write {prefix}NAME[:CONFIG]@SPLIT or {prefix}FOLDER[@SPLIT]")
     folder = Path(name).expanduser()
     if is_saved_dataset(folder):
         return open_saved(folder, split, limit)
@@ -35,7 +43,8 @@ def open_hf(spec: str, limit: int | None = None) -> StreamSource:
     if split is None:
         raise InputError(f"{spec}: say which split, for example {spec}@train")
     name, _, config = (str(folder), "", "") if folder.is_dir() else name.partition(":")
-    return from_hf_dataset(_load(spec, name, config or None, split), limit, spec)
+    loaded = _load(spec, name, config or None, split, streaming=prefix == "hf-stream:")
+    return from_hf_dataset(loaded, limit, spec)
 
 
 def split_off(name: str) -> tuple[str, str | None]:
@@ -46,20 +55,31 @@ def split_off(name: str) -> tuple[str, str | None]:
     return base, split or None
 
 
-def _load(spec: str, name: str, config: str | None, split: str) -> Any:
+def _load(spec: str, name: str, config: str | None, split: str, streaming: bool) -> Any:
     import datasets
 
     is_local = Path(name).exists()
     unreachable = None if is_local else hub_problem()
     try:
         with _no_bars_in_logs(), cache_only() if unreachable else nullcontext():
-            return datasets.load_dataset(name, config, split=split)
+            loaded = datasets.load_dataset(name, config, split=split, streaming=streaming)
+            return _with_features(loaded) if streaming else loaded
     except Exception as error:  # hub, network, cache and parsing errors of many packages
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         if unreachable:
             reason = f"{unreachable}, and the dataset is not in the cache"
         hint = "" if is_local else "; check the name, and that the hub can be reached or has been before"
         raise InputError(f"cannot load {spec}: {reason}{hint}") from error
+
+
+def _with_features(stream: Any) -> Any:
+    """Where nothing tells the types of a stream, those of its first rows hold for all."""
+    import datasets
+
+    if stream.features is not None:
+        return stream
+    first = next(iter(stream.with_format("arrow").iter(batch_size=_STEP_ROWS)))
+    return stream.cast(datasets.Features.from_arrow_schema(first.schema))
 
 
 def open_saved(folder: Path, split: str | None = None, limit: int | None = None) -> StreamSource:

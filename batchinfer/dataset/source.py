@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchinfer.dataset.huggingface import from_hf_dataset, is_saved_dataset, open_hf, open_saved, split_off
+from batchinfer.dataset.huggingface import PREFIXES, from_hf_dataset, is_saved_dataset, open_hf, open_saved, split_off
 from batchinfer.dataset.jsonl import open_jsonl
 from batchinfer.dataset.parquet import MAGIC, find_parquet_files, open_parquet
 from batchinfer.dataset.windows import WINDOW_ROWS as WINDOW_ROWS
@@ -27,12 +27,12 @@ def open_source(spec: str, *, limit: int | None = None) -> PromptSource:
     """Open what `spec` names, its first `limit` rows where one is given.
 
     A Parquet file, a folder of them (all *.parquet below it) or a glob, in the order of their
-    paths; JSON Lines (.jsonl, .ndjson, .json), among them the OpenAI Batch format; hf:NAME[:CONFIG]@SPLIT;
-    a folder made by datasets' save_to_disk, with @SPLIT where it has splits.
+    paths; JSON Lines (.jsonl, .ndjson, .json), among them the OpenAI Batch format; hf:NAME[:CONFIG]@SPLIT, or
+    hf-stream:NAME[:CONFIG]@SPLIT; a folder made by datasets' save_to_disk, with @SPLIT where it has splits.
     Raises InputError, before any work, if it is missing, unreadable, of unequal schemas or empty.
     """
     check_limit(limit)
-    if spec.startswith("hf:"):
+    if spec.startswith(PREFIXES):
         return open_hf(spec, limit)
     name, split = split_off(spec)
     folder = Path(name)
@@ -48,7 +48,7 @@ def open_source(spec: str, *, limit: int | None = None) -> PromptSource:
 
 def reads_file(spec: str, path: Path) -> bool:
     """Whether open_source(spec) would read the file `path`. Raises InputError if nothing matches `spec`."""
-    if not path.exists() or spec.startswith("hf:") or is_saved_dataset(Path(split_off(spec)[0])):
+    if not path.exists() or spec.startswith(PREFIXES) or is_saved_dataset(Path(split_off(spec)[0])):
         return False
     return any(path.samefile(file) for file in find_parquet_files(spec))
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.dataset.source import from_dataset, open_source
+from batchinfer.dataset.windows import input_windows
 from batchinfer.errors import InputError
 
 datasets = pytest.importorskip("datasets")
@@ -143,11 +144,34 @@ def test_a_folder_that_load_dataset_understands(dataset, tmp_path: Path, capfd: 
         ("hf:/no/such/folder@train", "folder /no/such/folder does not exist"),
         ("hf:", r"write hf:NAME\[:CONFIG\]@SPLIT"),
         ("hf:@train", r"write hf:NAME\[:CONFIG\]@SPLIT"),
+        ("hf-stream:", r"write hf-stream:NAME\[:CONFIG\]@SPLIT"),
+        ("hf-stream:someone/nothing@train", "cannot load hf-stream:someone/nothing@train: .*check the name"),
     ],
 )
 def test_what_cannot_be_loaded(spec: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_source(spec)
+
+
+def test_a_folder_that_is_streamed(dataset, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    dataset.to_parquet(tmp_path / "data" / "train-00000.parquet")
+    source = open_source(f"hf-stream:{tmp_path}@train", limit=30)
+    assert (source.num_rows, source.rereads) == (None, False)
+    assert source.schema.equals(dataset.features.arrow_schema)
+    assert prompts_of(source) == list(dataset["prompt"])[:30]
+    (window,) = input_windows(source, 10, columns=["prompt"], start=25)
+    assert (window.first_row_index, window.table.column("prompt").to_pylist()) == (25, list(dataset["prompt"])[25:30])
+    assert pa.concat_tables(window.full()).to_pylist() == dataset.data.table.slice(25, 5).to_pylist()
+    with pytest.raises(InputError, match=r"hf-stream:.*: say which split, for example hf-stream:.*@train"):
+        open_source(f"hf-stream:{tmp_path}")
+
+
+def test_a_stream_of_json_lines_has_the_types_of_its_first_rows(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "n": 1}\n' * 3 + '{"prompt": "b", "n": null}\n')
+    source = open_source(f"hf-stream:{tmp_path}@train")
+    assert source.schema.types == [pa.string(), pa.int64()]
+    assert prompts_of(source) == ["a", "a", "a", "b"]
 
 
 @pytest.mark.parametrize("is_offline_mode", [True, False])
