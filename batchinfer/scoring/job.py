@@ -84,7 +84,7 @@ def run_score(
             model, window = _resolve(settings, resolve)
             digests = _digests(model)
             warnings = _warnings(texts.columns, model, digests)
-            reader = _reader(settings, texts.columns, model, checks_text=bool(warnings))
+            reader = _reader(settings, texts, model, checks_text=bool(warnings))
             progress.stage(f"loading {settings.model}")
             engine = (engine_factory or _load_engine)(model, settings.engine)
         with ParquetOutput(settings.output, schema, settings.overwrite, ScoreResultColumns()) as output:
@@ -232,11 +232,11 @@ def _resolve(settings: ScoreSettings, resolve: ModelResolver | None) -> tuple[Mo
     return model, Window.of(settings.window, settings.stride, max_model_len)
 
 
-def _reader(settings: ScoreSettings, columns: ScoreColumns, model: ModelSource, *, checks_text: bool) -> RowReader:
+def _reader(settings: ScoreSettings, texts: _Texts, model: ModelSource, *, checks_text: bool) -> RowReader:
     from batchinfer.scoring.rows import RowReader
 
     return RowReader(
-        columns,
+        texts.columns,
         model.tokenizer,
         model.spec.vocab_size,
         model.eos_token_ids,
@@ -244,6 +244,7 @@ def _reader(settings: ScoreSettings, columns: ScoreColumns, model: ModelSource, 
         turns=settings.turns,
         system=settings.system,
         checks_text=checks_text,
+        row_errors=texts.source.row_errors,
     )
 
 

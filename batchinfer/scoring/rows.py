@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class RowReader:
         vocab_size: bounds given token ids.
         eos_token_ids: ids that end a turn of a chat.
         checks_text: compare a run's outputs with their texts: the run had another tokenizer.
+        row_errors: the source's, by row.
     Raises:
         InputError: the tokenizer cannot do what the columns or `bos` need.
     """
@@ -38,14 +39,24 @@ class RowReader:
         turns: Turns = "assistant",
         system: str | None = None,
         checks_text: bool = False,
+        row_errors: Mapping[int, str] | None = None,
     ) -> None:
         self.columns = columns
+        self._row_errors = row_errors or {}
         self.encoder = TextEncoder(tokenizer, vocab_size, bos)
         self._chat = ChatEncoder(tokenizer, eos_token_ids, turns, system) if columns.messages is not None else None
         self._checks_text = checks_text
 
     def read(self, table: pa.Table, first_row_index: int = 0) -> list[ScoreItem]:
         """One item per row."""
+        items = self._read(table, first_row_index)
+        for place in range(table.num_rows if self._row_errors else 0):
+            message = self._row_errors.get(first_row_index + place)
+            if message is not None:
+                items[place] = ScoreItem.failed(ErrorCode.INVALID_ROW, message)
+        return items
+
+    def _read(self, table: pa.Table, first_row_index: int) -> list[ScoreItem]:
         columns = self.columns
         if columns.run is not None:
             return self._read_run(table, first_row_index, columns.run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,13 @@ def test_windows_of_rows_change_no_bit(settings: ScoreSettings) -> None:
     assert rows[0] == rows[1] == rows[2]
     figures = ("nll", "perplexity", "mean_of_row_perplexities", "bits_per_byte", "word_perplexity")
     assert len({tuple(getattr(summary, name) for name in figures) for summary in found}) == 1
+
+
+def test_lines_that_cannot_be_read_are_row_errors(settings: ScoreSettings, tmp_path: Path) -> None:
+    lines = [b'{"text": "one"}', b'{"text": "\xff"}', b'{"text": "three"}', b"{"]
+    (tmp_path / "t.jsonl").write_bytes(b"\n".join(lines))
+    summary = run(replace(settings, texts=str(tmp_path / "t.jsonl")), window_rows=2)
+    assert (summary.num_rows, summary.failed_by_code) == (4, {"invalid_row": 2})
+    errors = pq.read_table(settings.output).column("error").to_pylist()
+    assert [error and error["code"] for error in errors] == [None, "invalid_row", None, "invalid_row"]
+    assert "t.jsonl, line 2: not UTF-8" in errors[1]["message"]
