@@ -31,7 +31,7 @@ NO_ID = tl.constexpr(2**31 - 1)
 PARTS = tl.constexpr(2.0**40)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def head_kernel(
     hidden_ptr: tl.tensor,
     lm_head_ptr: tl.tensor,

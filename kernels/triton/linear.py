@@ -23,7 +23,7 @@ GROUP = 8
 SUM_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -95,7 +95,7 @@ def linear_kernel(
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_elements"])
 def sum_chunks_kernel(
     parts_ptr: tl.tensor,  # fp32 [NUM_CHUNKS, rows, columns]
     bias_ptr: tl.tensor,
@@ -230,7 +230,7 @@ def _variants(chip: Chip, dtype: str, what: str, columns: int, inner: int, num_r
     found = [Variant(label, linear_kernel, signature, constants, options(chip, tile.num_warps, tile.num_stages))]
     if is_split:
         signature = {"parts_ptr": "*fp32", "bias_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
-        signature |= {"num_elements": "i32:16", "num_columns": "i32:16"}
+        signature |= {"num_elements": "i32", "num_columns": "i32:16"}
         constants = {"HAS_BIAS": False, "NUM_CHUNKS": chunks, "BLOCK": SUM_BLOCK}
         found.append(Variant(label, sum_chunks_kernel, signature, constants, options(chip, 4)))
     return found

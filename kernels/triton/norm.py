@@ -16,7 +16,7 @@ from batchinfer.kernels.triton.variants import DTYPES, SHAPES, Variant
 TILE = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
