@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +40,27 @@ def find_parquet_files(spec: str) -> list[Path]:
         raise InputError(f"{spec} does not exist")
     matches = [Path(match) for match in sorted(glob.glob(spec, recursive=True))]
     files = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
-    files = [file for file in dict.fromkeys(files) if not file.name.startswith((".", "_"))]
+    files = [file for file in dict.fromkeys(files) if _is_visible(file.name)]
     if not files:
         raise InputError(f"no file matches {spec}")
     return files
 
 
 def _files_below(folder: Path) -> list[Path]:
-    def is_visible(file: Path) -> bool:
-        return not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    """Raises InputError for a folder that may not be looked into: its rows would be missing without a word."""
 
-    return sorted(file for file in folder.rglob("*.parquet") if file.is_file() and is_visible(file))
+    def refuse(error: OSError) -> None:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    files = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if _is_visible(name)]
+        files += [Path(place, name) for name in names if _is_visible(name) and name.endswith(".parquet")]
+    return sorted(file for file in files if file.is_file())
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith((".", "_"))
 
 
 def _what_else(folder: Path) -> str:

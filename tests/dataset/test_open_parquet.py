@@ -179,6 +179,17 @@ def test_no_permission(tmp_path: Path, name: str) -> None:
         open_source(str(path))
 
 
+def test_a_folder_below_that_may_not_be_looked_into_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 5)
+    write(tmp_path / "b" / "b.parquet", 5)
+    (tmp_path / "b").chmod(0)
+    try:
+        with as_nobody(tmp_path), pytest.raises(InputError, match=r"cannot read .*/b: Permission denied"):
+            open_source(str(tmp_path))
+    finally:
+        (tmp_path / "b").chmod(0o700)
+
+
 @contextmanager
 def as_nobody(folder: Path) -> Iterator[None]:
     if os.geteuid() != 0:
@@ -186,7 +197,7 @@ def as_nobody(folder: Path) -> Iterator[None]:
         return
     for parent in (folder, *folder.parents):  # which pytest closes to others
         if parent.stat().st_uid == 0 and parent != Path(parent.anchor):
-            parent.chmod(parent.stat().st_mode | 0o011)
+            parent.chmod(parent.stat().st_mode | 0o055)
     os.seteuid(65534)
     try:
         yield
