@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from batchinfer.errors import InputError
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from batchinfer.dataset.columns import InputColumns
     from batchinfer.dataset.prompts import PromptTokenizer
     from batchinfer.dataset.source import PromptSource
+    from batchinfer.dataset.windows import InputWindow
     from batchinfer.models.source import ModelSource
 
 ModelResolver = Callable[[str], "ModelSource"]
@@ -72,7 +72,6 @@ def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRo
 
     with unreadable_is_input_error(f"cannot read {settings.prompts}"):
         source = open_source(settings.prompts, limit=settings.limit)
-        windows = iter(source.windows(window_rows or WINDOW_ROWS))
     columns = find_columns(
         source.schema,
         prompt=settings.prompt_column,
@@ -83,12 +82,12 @@ def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRo
     if settings.engine.policy == "priority" and columns.priority is None:
         raise InputError("--policy priority needs --priority-column, a column of numbers")
     with unreadable_is_input_error(f"cannot read {settings.prompts}"):
-        first = next(windows, None)  # read now: an empty input is known before the model loads
+        # Read now: what is empty or damaged from the beginning is known before the model loads.
+        first = next(source.windows(1, columns=columns.used(source.schema) if source.rereads else None), None)
     if first is None or first.num_rows == 0:
         raise InputError(f"{settings.prompts} has no rows; nothing to do")
-    return InputRows(
-        settings.prompts, source, columns, row_param_names(source.schema, columns), chain([first], windows)
-    )
+    windows = source.windows(window_rows or WINDOW_ROWS)
+    return InputRows(settings.prompts, source, columns, row_param_names(source.schema, columns), windows)
 
 
 def resolve_job(
@@ -98,11 +97,20 @@ def resolve_job(
     from batchinfer.dataset.prompts import check_can_build
     from batchinfer.models.spec import choose_max_model_len
 
+    check_device(settings.engine.device)
     model = find_model(settings.model, settings.adapter, resolve)
     tokenizer = model.tokenizer
     choose_max_model_len(settings.engine.max_model_len, model.spec, settings.model)  # before the weights are read
     check_can_build(rows.columns, tokenizer, settings.system)
     return model, resolve_params(settings.sampling, model.generation_defaults, rows.row_fields)
+
+
+def check_device(name: str) -> None:
+    """Raises InputError for a device that is not there, before anything is read for it."""
+    if name not in ("auto", "cpu"):  # which are always there: no need to load torch yet
+        from batchinfer.engine.machine import choose_device
+
+        choose_device(name)
 
 
 def find_model(name: str, adapter: str | None, resolve: ModelResolver | None = None) -> ModelSource:
@@ -115,6 +123,54 @@ def find_model(name: str, adapter: str | None, resolve: ModelResolver | None = N
             model = with_adapter(model, adapter)
         assert model.tokenizer  # reads it
         return model
+
+
+def prompt_windows(
+    rows: InputRows,
+    tokenizer: PromptTokenizer,
+    params: SamplingParams,
+    system: str | None,
+    vocab_size: int,
+    *,
+    window_rows: int,
+    start: int = 0,
+) -> Iterator[tuple[InputWindow, list[Prompt]]]:
+    """Windows from row `start` on with their prompts; nothing is held of those that were handed out.
+
+    Raises JobError naming the window's rows.
+    """
+    from batchinfer.dataset.prompts import build_prompts
+    from batchinfer.dataset.windows import input_windows
+
+    def build(window: InputWindow) -> tuple[InputWindow, list[Prompt]]:
+        first = window.first_row_index
+        try:
+            return window, build_prompts(
+                window.table,
+                first,
+                rows.columns,
+                tokenizer,
+                params,
+                system=system,
+                vocab_size=vocab_size,
+                row_errors=rows.source.row_errors,
+            )
+        except InputError:
+            raise
+        except Exception as error:
+            raise JobError(f"{rows.name}, rows {first} to {first + window.num_rows - 1}: {error}") from error
+
+    columns = rows.columns.used(rows.schema)
+    return map(build, _readable(rows.name, input_windows(rows.source, window_rows, columns=columns, start=start)))
+
+
+def _readable(name: str, windows: Iterator[InputWindow]) -> Iterator[InputWindow]:
+    try:
+        yield from windows
+    except InputError:
+        raise
+    except Exception as error:
+        raise JobError(f"{name}: {error}") from error
 
 
 def prompts_of(

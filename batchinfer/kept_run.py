@@ -1,31 +1,27 @@
 """Runs that are kept in a folder, and used again when nothing that they depend on has changed.
 
-A run's file is named after its identity: model, tokenizer and template by digest, every sampling
-parameter, the input's columns, the engine's dtype, device and kernels, the package's version.
-Whether the input rows are the same is seen by comparing them with those that the file kept.
+A run's file is named after its identity (identity.py), which it also holds. Whether
+the input rows are the same is seen by comparing them with those that the file kept.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.errors import InputError
+from batchinfer.identity import digest_of, run_identity
 from batchinfer.job import EngineFactory, run_job
 from batchinfer.job_input import InputRows, JobError, ModelResolver, open_input, resolve_job, unreadable_is_input_error
-from batchinfer.metadata import METADATA_KEY, model_digests
+from batchinfer.metadata import model_digests
 from batchinfer.progress import ProgressReporter, QuietProgress
 from batchinfer.settings import JobSettings
 from batchinfer.summary import JobSummary
-from batchinfer.version import __version__
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from batchinfer.models.source import ModelSource
     from batchinfer.params import ResolvedParams
 
@@ -75,53 +71,33 @@ def run_or_reuse(
 
     Raises what run_job raises, and JobError if no row succeeded.
     """
+    from batchinfer.output.store import DiffersError
+
     progress = progress or QuietProgress()
     progress.stage(f"{role}: reading {run.settings.model} to see whether it has run already")
     with unreadable_is_input_error(f"cannot read model {run.settings.model}"):
-        identity = run_identity(run)
-    path = folder / f"{role}-{_digest(identity)[:12]}.parquet"
+        digests = model_digests(run.model)
+    identity = run_identity(run.settings, run.rows, run.model, run.params, digests)
+    path = folder / f"{role}-{digest_of(identity)[:12]}.parquet"
     if _holds(path, identity, run):
         progress.stage(f"{role}: using {path} again")
         return KeptRun(path, None)
-    settings = replace(run.settings, output=path, overwrite=True, output_prefix="")
+    settings = replace(run.settings, output=path, overwrite=path.exists(), output_prefix="")
     progress.stage(f"{role}: running {run.settings.model}")
-    summary = run_job(
-        settings, progress, engine_factory=engine_factory, resolve=resolve, check_interrupt=check_interrupt
+    job = partial(
+        run_job,
+        progress=progress,
+        engine_factory=engine_factory,
+        resolve=resolve,
+        check_interrupt=check_interrupt,
     )
+    try:
+        summary = job(settings)  # goes on where an evaluation that was stopped left it
+    except DiffersError:  # left over from other rows
+        summary = job(replace(settings, overwrite=True))
     if summary.num_rows_ok == 0:
         raise JobError(f"no row succeeded with {run.settings.model}: see the column error in {path}")
     return KeptRun(path, summary)
-
-
-def run_identity(run: CheckedRun) -> dict[str, Any]:
-    """Everything that tokens and logprobs depend on but the input rows, as JSON values. Reads every weight file."""
-    from batchinfer.engine.machine import choose_device, choose_dtype
-    from batchinfer.kernels.choice import choose_kernels
-    from batchinfer.models.spec import choose_max_model_len
-
-    settings, spec = run.settings, run.model.spec
-    device = choose_device(settings.engine.device)
-    dtype = choose_dtype(settings.engine.dtype, spec.dtype, device)
-    identity = {
-        "version": __version__,
-        "digests": model_digests(run.model),
-        "params": run.params.to_dict(),
-        "engine": {
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": str(device),
-            "kernels": choose_kernels(spec, dtype, device, deterministic=settings.engine.deterministic).name,
-            "max_model_len": choose_max_model_len(settings.engine.max_model_len, spec, settings.model),
-        },
-        "input": {
-            "columns": {name: column for name, column in asdict(run.rows.columns).items() if column is not None},
-            "system": settings.system,
-        },
-    }
-    return json.loads(json.dumps(identity))  # as it comes back from a file
-
-
-def _digest(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _holds(path: Path, identity: dict[str, Any], run: CheckedRun) -> bool:
@@ -129,44 +105,17 @@ def _holds(path: Path, identity: dict[str, Any], run: CheckedRun) -> bool:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not path.is_file():
+    from batchinfer.output.place import finished_run
+    from batchinfer.output.same_rows import hold_rows
+
+    said = finished_run(path)
+    if said is None or said["identity"] != identity:
         return False
     try:
-        said = json.loads((pq.read_schema(path).metadata or {})[METADATA_KEY.encode()])
-        return _agrees(said, identity) and _has_rows(path, run)
-    except (OSError, KeyError, ValueError, pa.ArrowException):
-        return False  # damaged, or of something else: it is made anew
-
-
-def _agrees(said: Any, identity: Any) -> bool:
-    """Whether what is in `identity` is also said; the file says more."""
-    if isinstance(identity, dict):
-        return isinstance(said, dict) and all(_agrees(said.get(key), value) for key, value in identity.items())
-    return bool(said == identity)
-
-
-def _has_rows(path: Path, run: CheckedRun) -> bool:
-    """Compares the input columns of each row's first sample with the input, a window at a time."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    names = run.rows.schema.names
-    stored = pq.read_table(path, columns=[*names, "sample_index"])
-    stored = stored.filter(pc.equal(stored.column("sample_index"), 0)).select(names)
-    start = 0
-    for window in open_input(run.settings).windows:
-        part = stored.slice(start, window.num_rows)
-        start += window.num_rows
-        if not _are_equal(part, pa.Table.from_arrays(window.columns, names=window.column_names)):
-            return False
-    return start == int(stored.num_rows)
-
-
-def _are_equal(stored: pa.Table, window: pa.Table) -> bool:
-    from batchinfer.output.storage import storage_schema
-
-    return bool(stored.cast(storage_schema(window.schema)).equals(window.cast(storage_schema(window.schema))))
+        tables = run.rows.source.read_rows(0)
+        return hold_rows([path], pq.read_schema(path), len(run.rows.schema), tables)
+    except (OSError, pa.ArrowException):
+        return False  # damaged: it is made anew
 
 
 def check_columns(run: CheckedRun, options: Sequence[tuple[str, str | None]]) -> None:

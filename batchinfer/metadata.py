@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from batchinfer.version import __version__
 if TYPE_CHECKING:
     from batchinfer.job_input import InputRows
     from batchinfer.models.source import ModelSource
-    from batchinfer.summary import Tally
+    from batchinfer.summary import RowCounts
 
 METADATA_KEY = "batchinfer"
 
@@ -56,10 +57,19 @@ def output_metadata(
     digests: dict[str, str | None],
     params: ResolvedParams,
     engine_settings: dict[str, Any],
-    tally: Tally,
+    counted: RowCounts,
+    engine_counts: Mapping[str, int],
+    job: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Parquet key-value metadata: one key, strict JSON."""
+    """Parquet key-value metadata: one key, strict JSON.
+
+    Args:
+        counted: the rows of the file.
+        engine_counts: over all runs of the job.
+        job: which job wrote it: its name, its identity, the stamp of its input.
+    """
     description = {
+        **job,
         "version": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": model_description(model),
@@ -69,12 +79,13 @@ def output_metadata(
         "engine": engine_settings,
         "input": {
             "prompts": settings.prompts,
-            "num_rows": tally.num_rows,
+            "num_rows": counted.num_rows,
             "limit": settings.limit,
             "columns": {name: column for name, column in asdict(rows.columns).items() if column is not None},
             "system": settings.system,
         },
-        "counts": tally.counts(),
+        "counts": {**counted.counts(), **engine_counts},
+        "failed_by_code": counted.failed_by_code,
     }
     return {METADATA_KEY: json.dumps(description, allow_nan=False, ensure_ascii=False)}
 

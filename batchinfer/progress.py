@@ -51,8 +51,8 @@ class Snapshot:
         num_output = stats.num_output_tokens + stats.num_output_tokens_unfinished
         return cls(
             num_rows=num_rows,
-            num_rows_done=tally.engine["num_rows"] + stats.num_rows_done,
-            num_rows_failed=tally.num_rows_failed,
+            num_rows_done=tally.earlier.num_rows + tally.engine["num_rows"] + stats.num_rows_done,
+            num_rows_failed=tally.earlier.num_rows_failed + tally.num_rows_failed,
             num_seqs_running=stats.num_seqs_running,
             num_prompt_tokens_computed=tally.engine["num_prompt_tokens_computed"] + stats.num_prompt_tokens_computed,
             num_prompt_tokens_reused=tally.engine["num_prompt_tokens_reused"] + stats.num_prompt_tokens_reused,
@@ -80,7 +80,8 @@ def _tokens_left(tally: Tally, stats: EngineCounts, num_rows: int | None) -> Tok
         output = min(output, max(0.0, mean * num_seqs - stats.num_output_tokens_unfinished))
     to_compute = stats.num_prompt_tokens - stats.num_prompt_tokens_shareable
     prompt = max(0.0, to_compute + stats.num_prompt_tokens_recomputed - stats.num_prompt_tokens_computed)
-    unread = max(0, num_rows - tally.engine["num_rows"] - stats.num_rows) / stats.num_rows  # in windows like this one
+    num_left = num_rows - tally.earlier.num_rows - tally.engine["num_rows"] - stats.num_rows
+    unread = max(0, num_left) / stats.num_rows  # in windows like this one
     output_here = stats.num_output_tokens + stats.num_output_tokens_unfinished + output
     return TokensLeft(prompt + unread * to_compute, output + unread * output_here, is_full_length=not num_ended)
 

@@ -74,6 +74,7 @@ SETTINGS: dict[str, Setting] = {
         setting("input", "priority_column", "string"),
         setting("input", "system", "string"),
         setting("input", "limit", "integer"),
+        setting("input", "window", "integer"),
         setting("model", "model", "string", key="name"),
         setting("model", "adapter", "string"),
         setting("sampling", "max_tokens", "integer"),
@@ -109,8 +110,18 @@ SETTINGS: dict[str, Setting] = {
         setting("output", "output_prefix", "string", key="prefix"),
         setting("output", "overwrite", "boolean"),
         setting("output", "strict", "boolean"),
+        setting("output", "max_row_errors", "integer"),
+        setting("output", "flush_seconds", "number"),
+        setting("output", "flush_rows", "integer"),
     )
 }
+
+#: Finished completions go to the journal after so many seconds, or when there are so many of them.
+FLUSH_SECONDS = 5.0
+FLUSH_ROWS = 1000
+
+# setting -> its least value
+_LEAST: dict[str, float] = {"limit": 1, "window": 1, "max_row_errors": 0, "flush_seconds": 0, "flush_rows": 1}
 
 # setting -> EngineConfig field, where the names differ
 _ENGINE_FIELDS = {"kv_memory": "kv_memory_bytes"}
@@ -132,9 +143,13 @@ class JobSettings:
     priority_column: str | None = None
     system: str | None = None
     limit: int | None = None
+    window: int | None = None  # rows; None: WINDOW_ROWS
     output_prefix: str = ""
     overwrite: bool = False
     strict: bool = False
+    max_row_errors: int | None = None
+    flush_seconds: float = FLUSH_SECONDS
+    flush_rows: int = FLUSH_ROWS
 
 
 def load_config(path: Path, settings: Mapping[str, Setting] = SETTINGS) -> dict[str, Any]:
@@ -176,8 +191,9 @@ def job_settings(
         if not merged.get(name):
             setting = SETTINGS[name]
             raise InputError(f"{setting.flag} is missing; give it, or {setting.config_name} in a --config file")
-    if merged.get("limit", 1) < 1:
-        raise InputError(f"{source('limit')} must be at least 1, got {merged['limit']}")
+    for name, least in _LEAST.items():
+        if not merged.get(name, least) >= least:
+            raise InputError(f"{source(name)} must be at least {least}, got {merged[name]}")
     if merged.get("prompt_column") and merged.get("messages_column"):
         raise InputError(f"give either {source('prompt_column')} or {source('messages_column')}, not both")
     engine = engine_config(merged, source)

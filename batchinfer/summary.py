@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from batchinfer.types import Completion, FinishReason
 
-#: What a job's seconds are split into. "read" covers tokenizing, "run" leaves planning out.
-STAGES = ("load", "read", "plan", "run", "write")
+#: What a job's seconds are split into. "read" covers tokenizing; "run" leaves the others out. Reading and
+#: planning of all windows but the first go on beside "run".
+STAGES = ("load", "read", "plan", "run", "journal", "write")
 
 #: EngineStats fields that add up over windows.
 _SUMMED = (
@@ -50,10 +51,45 @@ class EngineCounts(Protocol):
     planning_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """What finished rows came to. They can be added up."""
+
+    num_rows: int = 0
+    num_rows_truncated: int = 0  # with at least one sample cut at max_tokens or max_model_len
+    num_completions: int = 0
+    num_output_tokens: int = 0
+    failed_by_code: dict[str, int] = field(default_factory=dict)  # rows
+
+    @property
+    def num_rows_failed(self) -> int:
+        return sum(self.failed_by_code.values())
+
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(
+            self.num_rows + other.num_rows,
+            self.num_rows_truncated + other.num_rows_truncated,
+            self.num_completions + other.num_completions,
+            self.num_output_tokens + other.num_output_tokens,
+            dict(sorted((Counter(self.failed_by_code) + Counter(other.failed_by_code)).items())),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """For the output's metadata."""
+        return {
+            "num_rows_ok": self.num_rows - self.num_rows_failed,
+            "num_rows_truncated": self.num_rows_truncated,
+            "num_rows_failed": self.num_rows_failed,
+            "num_completions": self.num_completions,
+            "num_output_tokens": self.num_output_tokens,
+        }
+
+
 @dataclass(slots=True)
 class Tally:
     """Running totals of a job over its windows."""
 
+    earlier: RowCounts = field(default_factory=RowCounts)  # of earlier runs of the job; in none of the others
     num_rows: int = 0  # that have a completion
     num_rows_truncated: int = 0  # with at least one sample cut at max_tokens or max_model_len
     num_completions: int = 0
@@ -82,12 +118,26 @@ class Tally:
 
     def end_window(self, stats: EngineCounts) -> None:
         """`stats` are the engine's of this window alone."""
-        for name in (*_SUMMED, "num_rows", "num_output_tokens"):
-            self.engine[name] += getattr(stats, name)
-        self.seconds["plan"] += stats.planning_s
+        self.add_engine(stats)
         self.seconds["run"] -= stats.planning_s  # the engine plans inside run()
         for rows in (self._seen, self._truncated, self._failed):
             rows.clear()
+
+    def add_engine(self, stats: EngineCounts) -> None:
+        """`stats` are the engine's of a run that has ended."""
+        for name in (*_SUMMED, "num_rows", "num_output_tokens"):
+            self.engine[name] += getattr(stats, name)
+        self.seconds["plan"] += stats.planning_s
+
+    def forget(self, first_row: int, num_rows: int) -> None:
+        """These rows are complete: nothing is held of them."""
+        done = range(first_row, first_row + num_rows)
+        for rows in (self._seen, self._truncated, self._failed):
+            rows.difference_update(done)
+
+    def engine_counts(self) -> dict[str, int]:
+        """Of the runs that have ended."""
+        return {name: self.engine[name] for name in _SUMMED}
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -105,17 +155,28 @@ class Tally:
             "num_rows_failed": self.num_rows_failed,
             "num_completions": self.num_completions,
             "num_output_tokens": self.num_output_tokens,
-            **{name: self.engine[name] for name in _SUMMED},
+            **self.engine_counts(),
         }
 
-    def summary(self, output: Path, params: dict[str, Any]) -> JobSummary:
+    def summary(self, output: Path, params: dict[str, Any], rows: RowCounts | None = None) -> JobSummary:
+        """`rows`: of the whole job, earlier runs included; None: there were none."""
+        rows = rows or RowCounts(
+            self.num_rows,
+            self.num_rows_truncated,
+            self.num_completions,
+            self.num_output_tokens,
+            dict(sorted(self.failed_by_code.items())),
+        )
         return JobSummary(
             output=str(output),
-            num_rows=self.num_rows,
-            failed_by_code=dict(sorted(self.failed_by_code.items())),
+            num_rows=rows.num_rows,
+            num_rows_earlier=self.earlier.num_rows,
+            num_output_tokens_earlier=self.earlier.num_output_tokens,
+            failed_by_code=rows.failed_by_code,
             seconds={name: round(value, 6) for name, value in self.seconds.items()},
             params=params,
-            **self.counts(),
+            **rows.counts(),
+            **self.engine_counts(),
         )
 
 
@@ -132,6 +193,8 @@ class JobSummary:
     """The result of a job. Rates are per second of `seconds["run"]`, the time the engine ran.
 
     Rows count once, prompt tokens once for each sample: a row with n = 4 brings its prompt four times.
+    Rows, completions and output tokens are those of the whole job; prompt tokens, preemptions, steps, seconds
+    and rates those of this run, where earlier runs did a part of the job.
     """
 
     output: str
@@ -151,6 +214,8 @@ class JobSummary:
     num_steps: int
     seconds: dict[str, float]
     params: dict[str, Any]  # see ResolvedParams.to_dict
+    num_rows_earlier: int = 0  # done by earlier runs
+    num_output_tokens_earlier: int = 0
 
     @property
     def sharing_achieved(self) -> float | None:
@@ -169,10 +234,11 @@ class JobSummary:
     @property
     def tokens_per_second(self) -> dict[str, float | None]:
         run_s = self.seconds["run"]
-        total = self.num_prompt_tokens + self.num_output_tokens
+        num_output_tokens = self.num_output_tokens - self.num_output_tokens_earlier
+        total = self.num_prompt_tokens + num_output_tokens
         return {
             "prompt_computed": _ratio(self.num_prompt_tokens_computed, run_s),
-            "output": _ratio(self.num_output_tokens, run_s),
+            "output": _ratio(num_output_tokens, run_s),
             "total": _ratio(total, run_s),  # reused prompt tokens included
         }
 
@@ -222,6 +288,8 @@ class JobSummary:
             ("seconds", " · ".join(f"{name}: {value:.2f}" for name, value in self.seconds.items())),
             ("output", self.output),
         ]
+        if self.num_rows_earlier:
+            lines.insert(1, ("", f"{self.num_rows_earlier:,} of them by earlier runs"))
         return "\n".join(f"{name:<14} {text}" for name, text in lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +92,11 @@ class FakeModelSource:
         return "model-digest"
 
 
+def _is_done(prompt: Prompt) -> bool:
+    """Whether an earlier run has all its samples; of a row that is refused there is one."""
+    return bool(prompt.done_samples) and (prompt.error is not None or len(prompt.done_samples) == prompt.params.n)
+
+
 @dataclass
 class FakeEngineStats:
     num_rows: int = 0
@@ -137,23 +142,32 @@ class FakeEngine:
         self.dtype = "float32"
         self.device = "cpu"
         self.kernels = "torch"
+        self.device_note: str | None = None
         self.num_runs_closed = 0
         self.prompts: list[Prompt] = []  # of the last run
         self._on_row = on_row
 
     def run(self, prompts: Sequence[Prompt], on_step: Callable[[Any], None] | None = None) -> Iterator[Completion]:
-        self.prompts = list(prompts)
-        self.stats = stats = FakeEngineStats(
-            num_rows=len(prompts), num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts)
-        )
+        return self.run_windows([prompts], on_step)
+
+    def run_windows(
+        self, windows: Iterable[Sequence[Prompt]], on_step: Callable[[Any], None] | None = None
+    ) -> Iterator[Completion]:
+        self.prompts = []
+        self.stats = stats = FakeEngineStats()
         try:
-            for prompt in reversed(self.prompts):
-                self._on_row(prompt.row_index)
-                yield from self._complete(prompt)
-                stats.num_rows_done += 1
-                stats.num_steps += 1
-                if on_step is not None:
-                    on_step(stats)
+            for window in windows:
+                self.prompts += window
+                waiting = [prompt for prompt in window if not _is_done(prompt)]
+                stats.num_rows += len(waiting)
+                stats.num_prompt_tokens += sum(len(prompt.token_ids) for prompt in waiting)
+                for prompt in reversed(waiting):
+                    self._on_row(prompt.row_index)
+                    yield from self._complete(prompt)
+                    stats.num_rows_done += 1
+                    stats.num_steps += 1
+                    if on_step is not None:
+                        on_step(stats)
         finally:
             self.num_runs_closed += 1
 
@@ -167,6 +181,8 @@ class FakeEngine:
             return
         self.stats.num_prompt_tokens_computed += len(prompt.token_ids)
         for sample_index in reversed(range(prompt.params.n)):
+            if sample_index in prompt.done_samples:
+                continue
             ids = [int(i) for i in prompt.token_ids[: prompt.params.max_tokens]]
             is_cut = len(prompt.token_ids) > prompt.params.max_tokens
             self.stats.num_output_tokens += len(ids)

@@ -223,7 +223,7 @@ def test_an_output_that_may_not_be_looked_at_is_refused_by_name(
     def check(path: Path, overwrite: bool) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("batchinfer.output.writer.check_output", check)
+    monkeypatch.setattr("batchinfer.output.place.check_output", check)
     with pytest.raises(InputError, match=r"^cannot write output .*out\.parquet: Permission denied"):
         job.run(parquet(tmp_path / "p.parquet", prompt=["a"]))
 
@@ -250,7 +250,7 @@ def test_an_output_is_never_a_file_of_the_input(job: Job, tmp_path: Path, given:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), Interrupted(2)])
-def test_a_job_that_breaks_off_leaves_nothing_and_frees_the_engine(
+def test_a_job_that_breaks_off_keeps_what_was_done_and_frees_the_engine(
     job: Job, tmp_path: Path, error: BaseException
 ) -> None:
     def on_row(row: int) -> None:
@@ -261,10 +261,30 @@ def test_a_job_that_breaks_off_leaves_nothing_and_frees_the_engine(
     source = parquet(tmp_path / "p.parquet", prompt=list("abcdefgh"))
     with pytest.raises(type(error)) as caught:
         job.run(source, window_rows=4)
-    assert caught.value.__notes__ == [f"nothing was written to {job.output}"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.parquet"]
+    folder = tmp_path / ".out.parquet.batchinfer"
+    note = f"6 of 8 rows are kept in {folder}: to continue, run the same command again"
+    assert caught.value.__notes__ == [note]
+    assert not job.output.exists()
     assert job.engine is not None
-    assert job.engine.num_runs_closed == 2
+    assert job.engine.num_runs_closed == 1
+    job.on_row = lambda row: None
+    summary = job.run(source)
+    assert (summary.num_rows_ok, summary.num_rows_earlier) == (8, 6)
+    assert [row["output"] for row in job.rows()] == list("abcdefgh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.parquet", "p.parquet"]
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out"])
+def test_a_job_that_breaks_off_before_its_first_row_leaves_nothing(job: Job, tmp_path: Path, output: str) -> None:
+    def on_row(row: int) -> None:
+        raise RuntimeError("device lost")
+
+    job.on_row = on_row
+    source = parquet(tmp_path / "p.parquet", prompt=list("ab"))
+    with pytest.raises(RuntimeError) as caught:
+        job.run(source, output=str(tmp_path / output))
+    assert caught.value.__notes__ == [f"nothing was written to {tmp_path / output}"]
+    assert [path.name for path in tmp_path.iterdir()] == ["p.parquet"]
 
 
 def test_a_job_that_breaks_off_leaves_the_file_that_was_to_be_replaced(job: Job, tmp_path: Path) -> None:
@@ -303,5 +323,5 @@ def test_progress_sees_every_step_of_every_window(job: Job, tmp_path: Path) -> N
 
 def test_seconds_are_told_by_stage(job: Job, tmp_path: Path) -> None:
     summary = job.run(parquet(tmp_path / "p.parquet", prompt=["ab"]))
-    assert set(summary.seconds) == {"load", "read", "plan", "run", "write"}
+    assert set(summary.seconds) == {"load", "read", "plan", "run", "journal", "write"}
     assert all(value >= 0 for value in summary.seconds.values())

@@ -53,6 +53,8 @@ def run_bench(
         model, params = resolve_job(settings, rows, resolve)
         progress.stage(f"loading {settings.model}")
         engine = (engine_factory or _load_engine)(model, settings.engine)
+        if engine.device_note:
+            progress.stage(engine.device_note)
     progress.stage("measuring the machine")
     measuring_began = time.perf_counter()
     speed = measure_for(engine)
@@ -84,7 +86,7 @@ def run_bench(
         counts=tally.counts(),
         failed_by_code=dict(sorted(tally.failed_by_code.items())),
         num_unique_prompt_tokens=plan.num_unique_prompt_tokens,
-        seconds={stage: seconds for stage, seconds in tally.seconds.items() if stage != "write"},
+        seconds={stage: seconds for stage, seconds in tally.seconds.items() if stage not in ("journal", "write")},
         first_row_s=run.first_row_at - began,
         floor=floor_of(plan.with_sharing, speed),
         kernel_seconds=kernel_seconds,

@@ -1,7 +1,8 @@
 """The `batchinfer` command. Errors become one line on stderr and an exit code.
 
 0 done · 1 nothing succeeded or the job failed · 2 wrong usage or bad input · 3 a row failed under
---strict · 4 eval: no pairs · 5 eval: a gate failed · 130 SIGINT · 143 SIGTERM
+--strict · 4 eval: no pairs · 5 eval: a gate failed · 6 more row errors than --max-row-errors allows ·
+130 SIGINT · 143 SIGTERM
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from batchinfer.cli.help import Command
 from batchinfer.cli.plan import plan
 from batchinfer.cli.run import run
 from batchinfer.cli.score import score
+from batchinfer.cli.status import status
 from batchinfer.errors import InputError, KernelsWarning
 from batchinfer.interrupt import Interrupted
+from batchinfer.job_run import RowErrorsError
 from batchinfer.version import __version__
+
+EXIT_ROW_ERRORS = 6
 
 
 class _Group(TyperGroup):
@@ -71,7 +76,9 @@ def _exit_code(call: Callable[[], Any], *, debug: bool) -> int:
         if debug:
             traceback.print_exc()
         if isinstance(error, InputError):
-            return _fail(2, str(error))
+            return _fail(2, _text(error))
+        if isinstance(error, RowErrorsError):
+            return _fail(EXIT_ROW_ERRORS, _text(error))
         # click's own errors, which typer ships under another module name in its newer versions
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
             usage = getattr(getattr(error, "ctx", None), "command_path", "batchinfer")
@@ -112,6 +119,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel="Commands", cls=Command)(run)
+app.command(rich_help_panel="Commands", cls=Command)(status)
 app.command("eval", rich_help_panel="Commands", cls=Command)(eval_)
 app.command(rich_help_panel="Commands", cls=Command)(score)
 app.command(rich_help_panel="Commands", cls=Command)(plan)

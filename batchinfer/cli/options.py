@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.config import BLOCK_SIZES, EngineConfig
+from batchinfer.settings import FLUSH_ROWS, FLUSH_SECONDS
 from batchinfer.types import DEFAULT_MAX_TOKENS
 
 _ENGINE = EngineConfig()
@@ -59,6 +60,14 @@ System = Annotated[
 ]
 Limit = Annotated[
     int | None, typer.Option(help="Use only the first LIMIT rows. Default: all rows.", rich_help_panel=INPUT)
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        metavar="ROWS",
+        help="Rows that are planned together and share prefixes; each window is a part of the output. Default: 65536.",
+        rich_help_panel=INPUT,
+    ),
 ]
 Config = Annotated[
     Path | None,
@@ -288,14 +297,17 @@ Deterministic = Annotated[
 Output = Annotated[
     str | None,
     typer.Option(
-        metavar="OUT.parquet", help="Parquet file to write. Required here or in --config.", rich_help_panel=OUTPUT
+        metavar="OUT",
+        help="Parquet file, if it ends in .parquet, else a folder of part-00000.parquet and so on. Required here or in "
+        "--config.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 Overwrite = Annotated[
     bool | None,
     typer.Option(
         "--overwrite/--no-overwrite",
-        help="Replace the output file if it exists. Default: no.",
+        help="Start anew, whatever is there of this or another job. Default: no, an unfinished job goes on.",
         rich_help_panel=OUTPUT,
         show_default=False,
     ),
@@ -312,6 +324,26 @@ Strict = Annotated[
         rich_help_panel=OUTPUT,
         show_default=False,
     ),
+]
+MaxRowErrors = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Stop with code 6 when more than N rows have failed. Default: go on, however many fail.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+FlushSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        help=f"A kill loses at most the completions of the last S seconds. Default: {FLUSH_SECONDS:g}.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+FlushRows = Annotated[
+    int | None,
+    typer.Option(metavar="N", help=f"Nor more than N completions. Default: {FLUSH_ROWS}.", rich_help_panel=OUTPUT),
 ]
 Json = Annotated[
     bool,

@@ -20,6 +20,7 @@ def run(
     priority_column: o.PriorityColumn = None,
     system: o.System = None,
     limit: o.Limit = None,
+    window: o.Window = None,
     config: o.Config = None,
     model: o.Model = None,
     adapter: o.Adapter = None,
@@ -56,13 +57,17 @@ def run(
     overwrite: o.Overwrite = None,
     output_prefix: o.OutputPrefix = None,
     strict: o.Strict = None,
+    max_row_errors: o.MaxRowErrors = None,
+    flush_seconds: o.FlushSeconds = None,
+    flush_rows: o.FlushRows = None,
     json: o.Json = False,
     quiet: o.Quiet = False,
     debug: o.Debug = False,
 ) -> int:
-    """Complete every prompt of PROMPTS and write the completions, in input order, to a Parquet file.
+    """Complete every prompt of PROMPTS and write the completions, in input order, to OUT.
 
     All input columns are kept. A bad row is an error of that row, in the column error; the run goes on.
+    A run that was stopped, however, goes on where it was when the same command is given again.
 
     Example:
 

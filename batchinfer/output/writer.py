@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,17 +17,11 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import InputError
 from batchinfer.output import arrays
+from batchinfer.output.durable import OutputError as OutputError
+from batchinfer.output.durable import sync, sync_folder
+from batchinfer.output.row_groups import GROUP_ROWS, as_stored, file_metadata, repeat_rows, row_groups
 from batchinfer.output.schema import METADATA_KEY
 from batchinfer.output.storage import storage_schema
-
-_Rows = npt.NDArray[np.int64]
-
-# A row group is at most this large, so that readers can decode it whole: strings inside lists that
-# pass 2 GiB in one row group cannot be read by common readers. Small rows make no tiny groups.
-_GROUP_BYTES = 128 * 2**20
-_GROUP_ROWS = 65_536
-_MIN_GROUP_ROWS = 256
-_MAX_TAKE_BYTES = 2**30  # Arrow's 32-bit offsets end at 2 GiB
 
 
 class Result(Protocol):
@@ -49,10 +42,6 @@ class ResultColumns(Protocol):
 
     def num_bytes(self, results: Sequence[Any]) -> npt.NDArray[np.int64]:
         """[num_results] about what each takes in Arrow."""
-
-
-class OutputError(OSError):
-    """The output cannot be written: disk full, folder gone, ... The message names the path."""
 
 
 def check_output(path: Path | str, overwrite: bool = False) -> None:
@@ -119,13 +108,13 @@ class ParquetOutput:
         rows = np.array([c.row_index for c in ordered], dtype=np.int64) - first_row_index
         _check_complete(rows, [c.sample_index for c in ordered], table.num_rows)
         self._num_rows += table.num_rows
-        table = _as_stored(table, self._stored_schema)
+        table = as_stored(table, self._stored_schema)
         with self._cleaned_up_on_error():
-            for start, stop in _groups(table, rows, self._columns.num_bytes(ordered)):
-                columns = _take(table, rows[start:stop])
+            for start, stop in row_groups(table, rows, self._columns.num_bytes(ordered)):
+                columns = repeat_rows(table, rows[start:stop])
                 columns += self._result_columns(table.num_columns, ordered[start:stop])
                 group = pa.Table.from_arrays(columns, schema=self._stored_schema)
-                self._writer.write_table(group, row_group_size=_GROUP_ROWS)
+                self._writer.write_table(group, row_group_size=GROUP_ROWS)
 
     def _result_columns(self, num_input_columns: int, results: Sequence[Result]) -> list[pa.Array]:
         fields = list(self._schema)[num_input_columns:]
@@ -136,23 +125,16 @@ class ParquetOutput:
         """Make the file durable and give it its name; `finish_metadata` goes over the schema's metadata."""
         assert self._writer is not None, "the output is closed"
         with self._cleaned_up_on_error():
-            self._writer.add_key_value_metadata(self._final_metadata(finish_metadata or {}))
+            self._writer.add_key_value_metadata(file_metadata(self._schema, finish_metadata or {}))
             self._writer.close()
-            _sync(self._temporary)
+            sync(self._temporary)
         if not self._overwrite and self._path.exists():
             self._writer = None  # the work is done and must not be lost
             raise InputError(f"output {self._path} appeared meanwhile and is left alone; this run is {self._temporary}")
         with self._cleaned_up_on_error():
             os.replace(self._temporary, _target(self._path))
         self._writer = None
-        with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe
-            _sync(_target(self._path).parent)
-
-    def _final_metadata(self, finish_metadata: Mapping[str, str]) -> dict[bytes, bytes]:
-        """With the Arrow schema that Parquet files carry along: readers take types and metadata from there."""
-        new = {key.encode(): value.encode() for key, value in finish_metadata.items()}
-        schema = self._schema.with_metadata({**(self._schema.metadata or {}), **new})
-        return {**new, b"ARROW:schema": base64.b64encode(schema.serialize())}
+        sync_folder(_target(self._path).parent)
 
     def abort(self) -> None:
         """Remove what was written. Does nothing after commit or a second time."""
@@ -191,15 +173,7 @@ def _temporary_beside(path: Path) -> Path:
     return _target(path).parent / f".batchinfer-{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_complete(rows: _Rows, sample_indices: Sequence[int], num_rows: int) -> None:
+def _check_complete(rows: npt.NDArray[np.int64], sample_indices: Sequence[int], num_rows: int) -> None:
     """Every row has the samples 0, 1, ..., n - 1 and n >= 1."""
     assert set(rows.tolist()) == set(range(num_rows)), "a row has no completion, or a completion no row"
     previous = -1
@@ -208,50 +182,3 @@ def _check_complete(rows: _Rows, sample_indices: Sequence[int], num_rows: int) -
         expected = expected + 1 if row == previous else 0
         assert sample_index == expected, f"row {row} of the window lacks sample {expected} or has it twice"
         previous = row
-
-
-def _groups(table: pa.Table, rows: _Rows, num_bytes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of results, each of `num_bytes`, that become one row group each."""
-    result_bytes = np.concatenate([[0], np.cumsum(num_bytes)])
-
-    def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
-        count = stop - start
-        part = table.slice(rows[start], rows[stop - 1] - rows[start] + 1)
-        num_copies = int(np.bincount(rows[start:stop] - rows[start]).max())
-        input_bytes = num_copies * sum(_num_slice_bytes(column) for column in part.columns)
-        total_bytes = input_bytes + int(result_bytes[stop] - result_bytes[start])
-        is_large = total_bytes > _GROUP_BYTES and count > _MIN_GROUP_ROWS
-        if count > 1 and (is_large or count > _GROUP_ROWS or total_bytes > _MAX_TAKE_BYTES):
-            middle = start + count // 2
-            yield from split(start, middle)
-            yield from split(middle, stop)
-        else:
-            yield start, stop
-
-    if len(rows):
-        yield from split(0, len(rows))
-
-
-def _num_slice_bytes(column: pa.ChunkedArray) -> int:
-    """Without dictionaries, which slices share."""
-    if pa.types.is_dictionary(column.type):
-        return sum(chunk.indices.nbytes for chunk in column.chunks)
-    return int(column.nbytes)
-
-
-def _as_stored(table: pa.Table, stored_schema: pa.Schema) -> pa.Table:
-    types = [stored_schema.field(i).type for i in range(table.num_columns)]
-    columns = [
-        column if column.type == type_ else column.cast(type_)
-        for column, type_ in zip(table.columns, types, strict=True)
-    ]
-    return pa.Table.from_arrays(columns, names=table.column_names)
-
-
-def _take(table: pa.Table, rows: _Rows) -> list[pa.ChunkedArray]:
-    """The given rows, ascending and without gaps, as often as they are listed. Types are kept."""
-    part = table.slice(rows[0], rows[-1] - rows[0] + 1)
-    if part.num_rows == len(rows):
-        return list(part.columns)
-    indices = pa.array(rows - rows[0])
-    return [column.take(indices) for column in part.columns]

@@ -14,6 +14,7 @@ from batchinfer.scoring.encode import BOS_CHOICES, Bos
 from batchinfer.settings import SETTINGS, Origins, Setting, engine_config, setting
 
 _SHARED = ("prompts", "messages_column", "system", "limit", "model", "adapter")  # with `run`, beside engine and output
+_OF_RUNS = ("policy", "max_row_errors", "flush_seconds", "flush_rows")
 
 SCORE_SETTINGS: dict[str, Setting] = {
     one.name: one
@@ -28,7 +29,7 @@ SCORE_SETTINGS: dict[str, Setting] = {
         setting("score", "stride", "integer"),
         setting("score", "token_logprobs", "boolean"),
         setting("score", "entropies", "boolean"),
-        *(one for one in SETTINGS.values() if one.section in ("engine", "output") and one.name != "policy"),
+        *(one for one in SETTINGS.values() if one.section in ("engine", "output") and one.name not in _OF_RUNS),
     )
 }
 

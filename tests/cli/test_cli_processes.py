@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,21 +62,75 @@ RUN = ("run", "p.parquet", "--model", "m", "--output", "out.parquet")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_the_run_and_leaves_no_file(folder: Path, signum: int, code: int) -> None:
+def test_a_signal_stops_the_run_and_the_same_command_continues_it(folder: Path, signum: int, code: int) -> None:
     process = start(folder, *RUN, pause_s=0.1)
     assert process.stderr is not None
     assert process.stderr.readline() == "batchinfer: loading m\n"
     assert process.stderr.readline() == "batchinfer: running p.parquet\n"
-    time.sleep(0.3)
+    time.sleep(1.0)
     process.send_signal(signum)
     sent_s = time.monotonic()
     stdout, stderr = process.communicate(timeout=20)
     assert time.monotonic() - sent_s < 5
     assert process.returncode == code
-    assert stderr.endswith(f"error: interrupted by {signal.Signals(signum).name}; nothing was written to out.parquet\n")
+    said = re.fullmatch(
+        rf"error: interrupted by {signal.Signals(signum).name}; (\d+) of 100 rows are kept in "
+        r"\.out\.parquet\.batchinfer: to continue, run the same command again",
+        stderr.splitlines()[-1],
+    )
+    assert said, stderr
+    kept = int(said[1])
+    assert 0 < kept < 100
     assert "Traceback" not in stderr
     assert stdout == ""
-    assert [path.name for path in folder.iterdir()] == ["p.parquet"]
+    assert sorted(path.name for path in folder.iterdir()) == [".out.parquet.batchinfer", "p.parquet"]
+    process = start(folder, *RUN, "--json")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert f"batchinfer: continuing out.parquet: {kept} of 100 rows are done\n" in stderr
+    assert json.loads(stdout)["num_rows_earlier"] == kept
+    assert pq.read_table(folder / "out.parquet").column("output").to_pylist() == [f"row {i}" for i in range(100)]
+    assert sorted(path.name for path in folder.iterdir()) == ["out.parquet", "p.parquet"]
+
+
+def test_a_second_signal_ends_the_process_at_once_and_the_job_continues(folder: Path) -> None:
+    """The first one is held up in a row that takes long."""
+    process = start(folder, *RUN, "--flush-rows", "1", pause_s=0.2)
+    assert process.stderr is not None
+    while "running" not in process.stderr.readline():
+        pass
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode in (143, -signal.SIGTERM)
+    process = start(folder, *RUN, "--json")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert json.loads(stdout)["num_rows_earlier"] > 0
+    assert pq.read_table(folder / "out.parquet").num_rows == 100
+
+
+def test_two_processes_do_not_write_one_output(folder: Path) -> None:
+    first = start(folder, *RUN, pause_s=0.05)
+    assert first.stderr is not None
+    while "running" not in first.stderr.readline():
+        pass
+    second = start(folder, *RUN)
+    _, stderr = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"output out.parquet is being written by process {first.pid} on " in stderr
+    shown = start(folder, "status", "out.parquet", "--json")
+    stdout, stderr = shown.communicate(timeout=60)
+    assert shown.returncode == 0, stderr
+    status = json.loads(stdout)
+    assert (status["state"], status["process"]["pid"]) == ("running", first.pid)
+    first.kill()
+    first.communicate(timeout=60)
+    third = start(folder, *RUN)
+    _, stderr = third.communicate(timeout=60)
+    assert third.returncode == 0, stderr
+    assert pq.read_table(folder / "out.parquet").num_rows == 100
 
 
 def test_stdout_of_json_parses_whole(folder: Path) -> None:
@@ -103,6 +158,7 @@ def test_a_closed_stdout_does_not_fail_the_job(folder: Path) -> None:
     [
         (["run", "--help"], 0),
         (["score", "--help"], 0),
+        (["status", "none"], 2),
         (["--version"], 0),
         (["run", "none", "--model", "m"], 2),
         (["score", "none", "--model", "m", "--output", "o", "--bos", "x"], 2),

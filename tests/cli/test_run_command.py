@@ -96,7 +96,7 @@ def test_json_is_one_object_and_nothing_else_on_stdout(command: Command) -> None
     assert value["output"] == str(command.output)
     assert value["params"]["temperature"] == {"value": 0.5, "origin": "flag"}
     assert value["sharing_achieved_of_possible"] is None
-    assert set(value["seconds"]) == {"load", "read", "plan", "run", "write"}
+    assert set(value["seconds"]) == {"load", "read", "plan", "run", "journal", "write"}
     assert "ok: 2" in result.stderr
 
 

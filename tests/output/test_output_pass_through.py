@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.output import writer as writer_module
+from batchinfer.output import row_groups as groups_module
 from batchinfer.output.schema import output_schema
 from batchinfer.output.writer import ParquetOutput
 from batchinfer.types import Completion, FinishReason
@@ -177,5 +177,5 @@ def test_take_in_small_pieces_changes_nothing(tmp_path: Path, monkeypatch: pytes
     table = pa.table({"x": [f"{i}" * (i % 50) for i in range(500)]})
     samples = [i % 4 + 1 for i in range(500)]
     whole_groups = written(tmp_path / "a.parquet", table, samples, 500)
-    monkeypatch.setattr(writer_module, "_MAX_TAKE_BYTES", 500)
+    monkeypatch.setattr(groups_module, "_MAX_TAKE_BYTES", 500)
     assert written(tmp_path / "b.parquet", table, samples, 500).equals(whole_groups)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import InputError
-from batchinfer.output import writer as writer_module
+from batchinfer.output import row_groups as groups_module
 from batchinfer.output.schema import output_schema
 from batchinfer.output.writer import OutputError, ParquetOutput, check_output
 from batchinfer.types import ErrorCode, FinishReason
@@ -202,16 +202,16 @@ def test_pandas_reads_it(tmp_path: Path, complete) -> None:
 
 
 def test_row_groups_are_bounded_in_bytes_and_rows(tmp_path: Path, complete, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_GROUP_BYTES", 100_000)
-    monkeypatch.setattr(writer_module, "_MIN_GROUP_ROWS", 4)
+    monkeypatch.setattr(groups_module, "GROUP_BYTES", 100_000)
+    monkeypatch.setattr(groups_module, "_MIN_GROUP_ROWS", 4)
     table = pa.table({"messages": [[{"role": "user", "content": "x" * 2000}]] * 200, "id": list(range(200))})
     completions = [complete(row, sample) for row in range(200) for sample in range(3)]
     read = write(tmp_path / "out.parquet", table, completions)
     assert read.column("id").to_pylist() == [row for row in range(200) for _ in range(3)]
     file = pq.ParquetFile(tmp_path / "out.parquet")
     assert 12 <= file.num_row_groups <= 40
-    monkeypatch.setattr(writer_module, "_GROUP_BYTES", 2**27)
-    monkeypatch.setattr(writer_module, "_GROUP_ROWS", 100)
+    monkeypatch.setattr(groups_module, "GROUP_BYTES", 2**27)
+    monkeypatch.setattr(groups_module, "GROUP_ROWS", 100)
     write(tmp_path / "rows.parquet", table, completions)
     assert pq.ParquetFile(tmp_path / "rows.parquet").num_row_groups == 8
 

@@ -1,0 +1,76 @@
+"""Row groups of the output: how rows are cut into them, and the form in which they are written."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+_Rows = npt.NDArray[np.int64]
+
+# A row group is at most this large, so that readers can decode it whole: strings inside lists that
+# pass 2 GiB in one row group cannot be read by common readers. Small rows make no tiny groups.
+GROUP_BYTES = 128 * 2**20
+GROUP_ROWS = 65_536
+_MIN_GROUP_ROWS = 256
+_MAX_TAKE_BYTES = 2**30  # Arrow's 32-bit offsets end at 2 GiB
+
+
+def file_metadata(schema: pa.Schema, more: Mapping[str, str]) -> dict[bytes, bytes]:
+    """Key-value metadata of a file whose columns are those of `schema`.
+
+    With the Arrow schema that Parquet files carry along: readers take types and metadata from there.
+    """
+    new = {key.encode(): value.encode() for key, value in more.items()}
+    whole = schema.with_metadata({**(schema.metadata or {}), **new})
+    return {**new, b"ARROW:schema": base64.b64encode(whole.serialize())}
+
+
+def row_groups(table: pa.Table, rows: _Rows, num_bytes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of results, each of `num_bytes`, that become one row group each; `rows` is each one's place in `table`."""
+    result_bytes = np.concatenate([[0], np.cumsum(num_bytes)])
+
+    def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        count = stop - start
+        part = table.slice(rows[start], rows[stop - 1] - rows[start] + 1)
+        num_copies = int(np.bincount(rows[start:stop] - rows[start]).max())
+        input_bytes = num_copies * sum(num_slice_bytes(column) for column in part.columns)
+        total_bytes = input_bytes + int(result_bytes[stop] - result_bytes[start])
+        is_large = total_bytes > GROUP_BYTES and count > _MIN_GROUP_ROWS
+        if count > 1 and (is_large or count > GROUP_ROWS or total_bytes > _MAX_TAKE_BYTES):
+            middle = start + count // 2
+            yield from split(start, middle)
+            yield from split(middle, stop)
+        else:
+            yield start, stop
+
+    if len(rows):
+        yield from split(0, len(rows))
+
+
+def num_slice_bytes(column: pa.ChunkedArray) -> int:
+    """Without dictionaries, which slices share."""
+    if pa.types.is_dictionary(column.type):
+        return sum(chunk.indices.nbytes for chunk in column.chunks)
+    return int(column.nbytes)
+
+
+def as_stored(table: pa.Table, stored_schema: pa.Schema) -> pa.Table:
+    types = [stored_schema.field(i).type for i in range(table.num_columns)]
+    columns = [
+        column if column.type == type_ else column.cast(type_)
+        for column, type_ in zip(table.columns, types, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, names=table.column_names)
+
+
+def repeat_rows(table: pa.Table, rows: _Rows) -> list[pa.ChunkedArray]:
+    """The given rows, ascending and without gaps, as often as they are listed. Types are kept."""
+    part = table.slice(rows[0], rows[-1] - rows[0] + 1)
+    if part.num_rows == len(rows):
+        return list(part.columns)
+    indices = pa.array(rows - rows[0])
+    return [column.take(indices) for column in part.columns]
