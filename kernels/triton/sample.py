@@ -245,13 +245,16 @@ def draw(logits: Tensor, columns: DrawColumns, *, writes: bool, staging: Staging
     """Ids [rows] int64 drawn from logits [rows, vocab] fp32; see engine.sampler.FusedDraw and `draw` there.
 
     Args:
-        logits: contiguous rows; with `writes` they become the scaled and truncated ones. At most MAX_VOCAB ids.
+        logits: contiguous rows; with `writes` they become the scaled and truncated ones.
         staging: brings the columns to the device; without it a new one is used.
+
+    Raises ValueError for a vocabulary above MAX_VOCAB.
     """
     num_rows, vocab = logits.shape
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
-    assert vocab <= MAX_VOCAB, f"{vocab} ids: their probabilities could exceed 63 bits"
+    if vocab > MAX_VOCAB:
+        raise ValueError(f"a vocabulary of {vocab} ids is above {MAX_VOCAB}: its probabilities may not fit 63 bits")
     ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return ids
