@@ -152,11 +152,12 @@ class TextEncoder:
     def _pair_item(self, context: str, continuation: str, context_ids: TokenIds, ids: TokenIds) -> ScoreItem:
         if not continuation:
             return ScoreItem.empty("the continuation is empty")
-        first = max(common_prefix(context_ids, ids), self._num_context)
+        num_shared = common_prefix(context_ids, ids)
+        first = max(num_shared, self._num_context)
         if first >= len(ids):
             return ScoreItem.empty("the continuation has no token with a context: --bos always gives it one")
         spans = ((first, len(ids)),)
-        if first == len(context_ids) and not self.tokenizer.special_ids.intersection(ids[first:].tolist()):
+        if first == num_shared == len(context_ids) and not self.tokenizer.special_ids.intersection(ids[first:].tolist()):
             return ScoreItem(ids, spans, len(continuation.encode()), len(continuation.split()))
         text = context + continuation
         _, ends = self._framed(self.tokenizer.encode_with_ends([text], self.bos != "never")[0])

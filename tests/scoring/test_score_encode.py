@@ -119,6 +119,9 @@ def test_a_token_over_the_border_is_scored_with_its_bytes() -> None:
     (item,) = encoder(FRONT).pairs([("a", "b")])
     assert text_of(FRONT, item) == ["ab"]
     assert item.num_bytes == 2
+    (item,) = encoder().pairs([("a", "bc z")])  # the token over the border is the first of all: nothing predicts it
+    assert text_of(PLAIN, item) == [" ", "z"]
+    assert (item.num_bytes, item.num_words) == (2, 1)
 
 
 def test_continuations_without_a_context() -> None:
