@@ -83,14 +83,15 @@ def digest_of(identity: Mapping[str, Any]) -> str:
 
 def input_stamp(spec: str) -> str | None:
     """Of the files that `spec` names: equal as long as nobody writes to them. None where it names no files."""
-    from batchinfer.dataset.huggingface import is_saved_dataset, split_off
+    from batchinfer.dataset.huggingface import PREFIXES, is_saved_dataset, split_off
     from batchinfer.dataset.parquet import find_parquet_files
     from batchinfer.errors import InputError
 
-    name, split = split_off(spec.removeprefix("hf:"))
+    is_of_hub = spec.startswith(PREFIXES)
+    name, split = split_off(spec.partition(":")[2] if is_of_hub else spec)
     if is_saved_dataset(Path(name).expanduser()):
         files = sorted(path for path in Path(name).expanduser().rglob("*") if path.is_file())
-    elif spec.startswith("hf:"):
+    elif is_of_hub:
         return None
     else:
         split = None

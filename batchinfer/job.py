@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchinfer.config import EngineConfig
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from batchinfer.models.source import ModelSource
     from batchinfer.output.manifest import Manifest
     from batchinfer.output.place import JobPlace
-    from batchinfer.output.store import JobStore
+    from batchinfer.output.store import JobStore, ToLines
 
 
 class EngineLike(Protocol):
@@ -203,7 +205,8 @@ class _Job:
             self.progress.stage(f"running {settings.prompts}")
             run.run(engine, model, params)
         with tally.timed("write"):
-            store.finish(describe(manifest.counts()))
+            to_lines = _openai_lines(rows, model, manifest) if self.place.is_lines else None
+            store.finish(describe(manifest.counts()), to_lines)
         return tally.summary(self.place.output, params.to_dict(), manifest.counts())
 
     def _manifest(
@@ -264,6 +267,11 @@ class _Job:
         manifest = store.manifest
         if wanted.input_stamp is not None and wanted.input_stamp == manifest.input_stamp:
             return
+        if manifest.finished and self.place.is_lines:  # its parts are gone
+            raise DiffersError(
+                f"output {self.place.output} is there, and it cannot be told whether the input is still what it was "
+                "made of: choose another name, or replace it with --overwrite"
+            )
         if manifest.parts:
             self.progress.stage("comparing the input with the rows that are written: its files changed")
         for window, part in sorted(manifest.parts.items()):
@@ -303,6 +311,14 @@ class _Job:
         of_all = "" if total is None else f" of {total:,}"
         again = "run the same command again" + (" without --overwrite" if self.settings.overwrite else "")
         error.add_note(f"{kept:,}{of_all} rows are kept in {self.place.shown_state}: to continue, {again}")
+
+
+def _openai_lines(rows: InputRows, model: ModelSource, manifest: Manifest) -> ToLines:
+    """What the job's tables become: the same bytes however often the job was stopped."""
+    from batchinfer.output.openai import openai_lines
+
+    created = int(datetime.fromisoformat(manifest.created).timestamp())
+    return partial(openai_lines, columns=rows.columns, tokenizer=model.tokenizer, model=manifest.model, created=created)
 
 
 def engine_settings(engine: EngineLike) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from batchinfer.errors import InputError
 from batchinfer.params import ResolvedParams, resolve_params
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batchinfer.models.source import ModelSource
 
 ModelResolver = Callable[[str], "ModelSource"]
+T = TypeVar("T")
 
 
 class JobError(RuntimeError):
@@ -143,7 +144,8 @@ def prompt_windows(
     from batchinfer.dataset.windows import input_windows
 
     def build(window: InputWindow) -> tuple[InputWindow, list[Prompt]]:
-        first = window.first_row_index
+        first, full = window.first_row_index, window.full
+        window = replace(window, full=lambda: _readable(rows.name, full()))
         try:
             return window, build_prompts(
                 window.table,
@@ -164,11 +166,12 @@ def prompt_windows(
     return map(build, _readable(rows.name, input_windows(rows.source, window_rows, columns=columns, start=start)))
 
 
-def _readable(name: str, windows: Iterator[InputWindow]) -> Iterator[InputWindow]:
+def _readable(name: str, pieces: Iterator[T]) -> Iterator[T]:
+    """Once the job has begun, what cannot be read is no longer a reason to refuse it, but to stop."""
     try:
-        yield from windows
-    except InputError:
-        raise
+        yield from pieces
+    except InputError as error:  # which names the file
+        raise JobError(str(error)) from error
     except Exception as error:
         raise JobError(f"{name}: {error}") from error
 

@@ -110,6 +110,7 @@ SETTINGS: dict[str, Setting] = {
         setting("output", "output_prefix", "string", key="prefix"),
         setting("output", "overwrite", "boolean"),
         setting("output", "strict", "boolean"),
+        setting("output", "output_format", "string", key="format"),
         setting("output", "max_row_errors", "integer"),
         setting("output", "flush_seconds", "number"),
         setting("output", "flush_rows", "integer"),
@@ -199,11 +200,14 @@ def job_settings(
     engine = engine_config(merged, source)
     if merged.get("priority_column") and engine.policy != "priority":
         raise InputError(f"{source('priority_column')} has no effect with --policy {engine.policy}; use priority")
+    output = Path(merged["output"]) if needs_output else None
+    if output is not None and "output_format" in merged:
+        _check_output_format(output, merged["output_format"], source)
     others = {name: merged[name] for name in _OTHER_NAMES if name in merged}
     return JobSettings(
         prompts=merged["prompts"],
         model=merged["model"],
-        output=Path(merged["output"]) if needs_output else None,
+        output=output,
         sampling=_sampling_layers(flags, config, source),
         engine=engine,
         **others,
@@ -211,6 +215,18 @@ def job_settings(
 
 
 _OTHER_NAMES = {field.name for field in fields(JobSettings)} - {"prompts", "model", "output", "sampling", "engine"}
+
+
+def _check_output_format(output: Path, given: str, origin: Origins) -> None:
+    """The name's ending says the format; one that is given must be the same. Raises InputError."""
+    if given not in _FITTING_NAMES:
+        raise InputError(f"{origin('output_format')} must be {' or '.join(_FITTING_NAMES)}, got {given!r}")
+    if (given == "openai") != (output.suffix.lower() == ".jsonl"):
+        fits = _FITTING_NAMES[given]
+        raise InputError(f"{origin('output_format')} {given} needs {fits} as {origin('output')}, got {output}")
+
+
+_FITTING_NAMES = {"parquet": "a folder, or a name that ends in .parquet,", "openai": "a name that ends in .jsonl"}
 
 
 @dataclass(frozen=True)

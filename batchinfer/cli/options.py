@@ -312,6 +312,15 @@ Overwrite = Annotated[
         show_default=False,
     ),
 ]
+OutputFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="parquet, or openai: lines of the OpenAI Batch API, for an OUT that ends in .jsonl. "
+        "Default: what the ending says.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 OutputPrefix = Annotated[
     str | None,
     typer.Option(help="Put before the names of the columns that are added. Default: nothing.", rich_help_panel=OUTPUT),

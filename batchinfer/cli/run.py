@@ -55,6 +55,7 @@ def run(
     deterministic: o.Deterministic = None,
     output: o.Output = None,
     overwrite: o.Overwrite = None,
+    output_format: o.OutputFormat = None,
     output_prefix: o.OutputPrefix = None,
     strict: o.Strict = None,
     max_row_errors: o.MaxRowErrors = None,

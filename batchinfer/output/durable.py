@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -63,11 +63,26 @@ def rename(temporary: Path, path: Path, what: str) -> None:
 def write_whole(path: Path, data: bytes, what: str) -> None:
     """Replace a small file: after a crash it holds the old bytes or the new ones. Raises OutputError."""
     temporary = path.with_name(path.name + TEMPORARY)
+    write_synced([data], temporary, path, what)
     with output_errors(path):
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            durable_step(f"{what} written")
-            os.fsync(file.fileno())
-        durable_step(f"{what} synced")
         rename(temporary, path, what)
+
+
+def write_synced(pieces: Iterable[bytes], temporary: Path, path: Path, what: str) -> None:
+    """Write a file that is to become `path`. Raises OutputError, and what `pieces` raises; it is removed then."""
+    try:
+        with output_errors(path):
+            file = temporary.open("wb")
+        with file:
+            for piece in pieces:
+                with output_errors(path):
+                    file.write(piece)
+            with output_errors(path):
+                file.flush()
+                durable_step(f"{what} written")
+                os.fsync(file.fileno())
+        durable_step(f"{what} synced")
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

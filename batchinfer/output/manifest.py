@@ -39,6 +39,7 @@ class Manifest:
     engine_settings: what the engine of the last run ran with.
     parts: by window.
     finished: when all rows were written, ISO 8601.
+    size_bytes: of the finished output, where it is a file that does not say itself which job wrote it.
     """
 
     job: str
@@ -54,6 +55,7 @@ class Manifest:
     engine_settings: dict[str, Any] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     finished: str | None = None
+    size_bytes: int | None = None
 
     def first_row(self, window: int) -> int:
         return window * self.window_rows

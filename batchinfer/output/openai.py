@@ -1,7 +1,7 @@
 """Output in the OpenAI Batch format: one JSON line per input row, joined to the requests by custom_id.
 
-The lines are made of finished output tables, the rows of the Parquet output: whatever writes those, and continues them
-after a kill, need not know of this format.
+The lines are made of finished parts: what writes those, and goes on with them after a kill, knows nothing of this
+format.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -18,7 +17,6 @@ from batchinfer.dataset.columns import URL_NAME, InputColumns
 from batchinfer.dataset.prompts import cells
 from batchinfer.output.openai_format import BatchLines, Kind, RowResults
 from batchinfer.output.schema import METADATA_KEY
-from batchinfer.output.whole_file import whole_file
 
 _STEP_ROWS = 1024
 
@@ -29,35 +27,19 @@ class TokenSpeller(Protocol):
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
-def write_openai(
-    tables: Iterable[pa.Table],
-    path: Path,
-    *,
-    columns: InputColumns,
-    tokenizer: TokenSpeller,
-    model: str,
-    created: int,
-    overwrite: bool = False,
-) -> int:
-    """Write one line per input row to `path`, which is there whole or not at all; returns the number of lines.
+def openai_lines(
+    tables: Iterable[pa.Table], *, columns: InputColumns, tokenizer: TokenSpeller, model: str, created: int
+) -> Iterator[bytes]:
+    """The line of each input row, with its newline.
 
     Args:
         tables: the output's rows in order, under output_schema(), cut anywhere.
         columns: of the input. The id column is the custom_id; rows without an id column are called row-0, row-1, ...
-        model, created: as BatchLines. The same tables and these make the same bytes.
-        overwrite: replace a file that is there.
-    Raises:
-        InputError: `path` exists or cannot be written, as check_output.
-        OutputError: a write failed; nothing is left of it.
+        model, created: as BatchLines. The same rows and these make the same bytes.
     """
     make = BatchLines(tokenizer.token_bytes, model, created)
-    num_lines = 0
-    with whole_file(path, overwrite) as append:
-        for row in rows_of(tables, columns):
-            text = json.dumps(make.line(row), ensure_ascii=False, allow_nan=False)
-            append(_valid(text) + b"\n")
-            num_lines += 1
-    return num_lines
+    for row in rows_of(tables, columns):
+        yield _valid(json.dumps(make.line(row), ensure_ascii=False, allow_nan=False)) + b"\n"
 
 
 def _valid(text: str) -> bytes:

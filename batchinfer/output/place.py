@@ -51,6 +51,11 @@ class JobPlace:
         return cls(output, "folder", target, target, target / STATE_FOLDER)
 
     @property
+    def is_lines(self) -> bool:
+        """Whether the output is a file of the OpenAI Batch format, which does not say which job wrote it."""
+        return self.kind == "file" and self.output.suffix.lower() == ".jsonl"
+
+    @property
     def manifest(self) -> Path:
         return self.state / "manifest.json"
 

@@ -7,9 +7,10 @@ that the manifest names, or in a journal, or still to be run.
 
 from __future__ import annotations
 
+import filecmp
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -19,15 +20,17 @@ import pyarrow as pa
 
 from batchinfer.errors import InputError
 from batchinfer.identity import differences
-from batchinfer.output.durable import TEMPORARY, durable_step, output_errors, sync_folder
+from batchinfer.output.durable import TEMPORARY, durable_step, output_errors, rename, sync_folder, write_synced
 from batchinfer.output.journal import Journal, JournalWriter, journal_schema, read_journal
 from batchinfer.output.journaled import JournaledResults
 from batchinfer.output.lock import JobLock
 from batchinfer.output.manifest import Manifest, Part, load_manifest
-from batchinfer.output.part import join_parts, write_part
+from batchinfer.output.part import join_parts, read_parts, write_part
 from batchinfer.output.place import JobPlace, finished_run, part_name, part_width
 from batchinfer.output.reconcile import TORN, Say, reconcile
 from batchinfer.summary import RowCounts
+
+ToLines = Callable[[Iterable[pa.Table]], Iterable[bytes]]
 
 
 class DiffersError(InputError):
@@ -83,6 +86,8 @@ class JobStore:
     def _open(self, wanted: Manifest, overwrite: bool, say: Say) -> bool:
         """Whether the job is new. Sets `manifest`."""
         found = None if overwrite else load_manifest(self.place.manifest)
+        if found is not None and found.finished and self.place.kind == "file":
+            found = self._of_finished_file(found)
         if found is None:
             self._begin(wanted, say)
             return True
@@ -94,8 +99,23 @@ class JobStore:
                 "another name, or start anew with --overwrite, which removes it"
             )
         self.manifest = found
-        self.journals = reconcile(self.place, found, self._schema_of, say)
+        if found.finished and self.place.kind == "file":
+            with output_errors(self.place.output):
+                self._remove_all()
+        else:
+            self.journals = reconcile(self.place, found, self._schema_of, say)
         return False
+
+    def _of_finished_file(self, found: Manifest) -> Manifest | None:
+        """`found` if the file that it speaks of is there, None if no file is."""
+        target, output = self.place.target, self.place.output
+        if not target.exists():
+            return None
+        if target.stat().st_size != found.size_bytes:
+            raise InputError(
+                f"output {output} exists and is not what a job wrote there: choose another name or give --overwrite"
+            )
+        return found
 
     def _begin(self, wanted: Manifest, say: Say) -> None:
         """Durably a job with nothing done."""
@@ -183,12 +203,13 @@ class JobStore:
         """Of all parts, in the order of the rows."""
         return [self.place.parts / part.file for _, part in sorted(self.manifest.parts.items())]
 
-    def finish(self, metadata: Mapping[str, str], write: Callable[[Sequence[Path]], None] | None = None) -> None:
+    def finish(self, metadata: Mapping[str, str], to_lines: ToLines | None = None) -> None:
         """All windows are committed: make the output whole.
 
         Args:
-            metadata: of an output that is one file.
-            write: writes the output from the parts, whole or not at all; None: they are joined to a Parquet file.
+            metadata: of an output that is one Parquet file.
+            to_lines: makes the bytes of a file of another format of the tables of the parts. Such a file does not say
+                which job wrote it, so the manifest stays.
         Raises:
             InputError: a file appeared at the output's name that the job may not replace; the work is kept.
             OutputError: the disk refuses; the job can be continued.
@@ -200,19 +221,42 @@ class JobStore:
             with output_errors(place.output):
                 self._remove_leftovers()
             return
+        if to_lines is not None:
+            self._finish_lines(to_lines(read_parts(self.part_paths())))
+            return
         if place.target.exists() and not manifest.replaces and not self.is_output_there():
-            raise InputError(
-                f"output {place.output} appeared meanwhile and is left alone: move it away and run the same command "
-                f"again; this run's rows are in {place.shown_state}"
-            )
-        if write is not None:
-            write(self.part_paths())
-        elif not self.is_output_there():
+            raise self._appeared()
+        if not self.is_output_there():
             temporary = place.state / (place.target.name + TEMPORARY)
             join_parts(self.part_paths(), place.target, temporary, self._schema, metadata)
         durable_step("output finished")
         with output_errors(place.output):
             self.remove()
+
+    def _finish_lines(self, lines: Iterable[bytes]) -> None:
+        place, manifest = self.place, self.manifest
+        temporary = place.state / (place.target.name + TEMPORARY)
+        write_synced(lines, temporary, place.output, "output")
+        # A crash may have come between the file's name and the manifest: then the file is this one.
+        is_there = place.target.exists() and filecmp.cmp(temporary, place.target, shallow=False)
+        if place.target.exists() and not is_there and not manifest.replaces:
+            temporary.unlink()
+            raise self._appeared()
+        manifest.size_bytes = temporary.stat().st_size
+        with output_errors(place.output):
+            rename(temporary, place.target, "output")
+        manifest.finished = _now()
+        manifest.save(place.manifest)
+        durable_step("output finished")
+        with output_errors(place.output):
+            self._remove_all()
+
+    def _appeared(self) -> InputError:
+        place = self.place
+        return InputError(
+            f"output {place.output} appeared meanwhile and is left alone: move it away and run the same command "
+            f"again; this run's rows are in {place.shown_state}"
+        )
 
     def is_output_there(self) -> bool:
         """Whether this job's output has its name already, so that only its working folder is left to remove."""

@@ -14,7 +14,7 @@ from batchinfer.scoring.encode import BOS_CHOICES, Bos
 from batchinfer.settings import SETTINGS, Origins, Setting, engine_config, setting
 
 _SHARED = ("prompts", "messages_column", "system", "limit", "model", "adapter")  # with `run`, beside engine and output
-_OF_RUNS = ("policy", "max_row_errors", "flush_seconds", "flush_rows")
+_OF_RUNS = ("policy", "output_format", "max_row_errors", "flush_seconds", "flush_rows")
 
 SCORE_SETTINGS: dict[str, Setting] = {
     one.name: one

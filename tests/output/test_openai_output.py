@@ -15,10 +15,9 @@ from fakes import FakeTokenizer
 
 from batchinfer.dataset.columns import InputColumns, find_columns
 from batchinfer.dataset.source import open_source
-from batchinfer.errors import InputError
-from batchinfer.output.openai import write_openai
+from batchinfer.output.openai import openai_lines
 from batchinfer.output.schema import output_schema
-from batchinfer.output.writer import OutputError, ParquetOutput
+from batchinfer.output.writer import ParquetOutput
 from batchinfer.types import Completion, ErrorCode, FinishReason
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -39,22 +38,20 @@ def requests(folder: Path, *lines: dict) -> tuple[pa.Table, InputColumns]:
     return pa.concat_tables(source.windows()), find_columns(source.schema)
 
 
-def written(folder: Path, tables: list[pa.Table], columns: InputColumns, **options: Any) -> list[dict[str, Any]]:
+def lines_of(tables: list[pa.Table], columns: InputColumns, **options: Any) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    path = folder / "out.jsonl"
-    given = {"tokenizer": FakeTokenizer(), "model": "tiny", "created": 1_700_000_000, "overwrite": True, **options}
-    num_lines = write_openai(tables, path, columns=columns, **given)
-    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert len(lines) == num_lines
-    return lines
+    given = {"tokenizer": FakeTokenizer(), "model": "tiny", "created": 1_700_000_000, **options}
+    data = b"".join(openai_lines(tables, columns=columns, **given))
+    assert data.endswith(b"\n")
+    return [json.loads(line, parse_constant=refuse) for line in data.decode().removesuffix("\n").split("\n")]
 
 
 def test_a_chat_completion(tmp_path: Path, complete: Callable[..., Completion]) -> None:
     table, columns = requests(tmp_path, {"custom_id": "a ü", "url": "/v1/chat/completions", "body": CHAT})
     done = complete(0, finish_reason=FinishReason.LENGTH, text="ü", token_ids=[195, 188])
-    (line,) = written(tmp_path, [results(tmp_path, table, [done])], columns)
+    (line,) = lines_of([results(tmp_path, table, [done])], columns)
     assert list(line) == ["id", "custom_id", "response", "error"]
     assert (line["custom_id"], line["error"]) == ("a ü", None)
     assert line["id"].startswith("batch_req_")
@@ -89,7 +86,7 @@ def test_samples_are_choices_wherever_tables_are_cut(tmp_path: Path, complete: C
     table, columns = requests(tmp_path, *lines)
     done = [complete(row, sample) for row, n in enumerate((3, 1, 2)) for sample in range(n)]
     out = results(tmp_path, table, done)
-    whole = written(tmp_path, [out], columns)
+    whole = lines_of([out], columns)
     assert [line["custom_id"] for line in whole] == ["r0", "r1", "r2"]
     choices = [line["response"]["body"]["choices"] for line in whole]
     assert [[c["message"]["content"] for c in row] for row in choices] == [
@@ -105,7 +102,7 @@ def test_samples_are_choices_wherever_tables_are_cut(tmp_path: Path, complete: C
         "prompt_tokens_details": {"cached_tokens": 3},
     }
     for cut in range(1, out.num_rows):
-        assert written(tmp_path, [out.slice(0, cut), out.slice(cut)], columns) == whole
+        assert lines_of([out.slice(0, cut), out.slice(cut)], columns) == whole
 
 
 def test_logprobs_of_a_chat(tmp_path: Path, complete: Callable[..., Completion]) -> None:
@@ -114,7 +111,7 @@ def test_logprobs_of_a_chat(tmp_path: Path, complete: Callable[..., Completion])
     tops = [[(ord("o"), -0.25), (ord("n"), -1.5)], [(195, -0.5), (0, -math.inf)], [(188, -0.75), (1, -2.0)]]
     done = complete(0, text="oü", token_ids=ids, logprobs=[-0.25, -math.inf, -0.75], top_logprobs=tops)
     out = results(tmp_path, table, [done], logprobs=True, top_logprobs=True)
-    (line,) = written(tmp_path, [out], columns)
+    (line,) = lines_of([out], columns)
     logprobs = line["response"]["body"]["choices"][0]["logprobs"]
     assert logprobs["refusal"] is None
     assert logprobs["content"][0] == {
@@ -138,9 +135,7 @@ def test_a_completion_of_a_plain_prompt(tmp_path: Path, complete: Callable[..., 
     ids = [*"üa".encode(), ord("b")]
     tops = [[(i, -1.0), (65, -2.0)] for i in ids]
     done = complete(0, text="üab", token_ids=ids, logprobs=[-1.0] * 4, top_logprobs=tops)
-    (found,) = written(
-        tmp_path, [results(tmp_path, table, [done], logprobs=True, top_logprobs=True, prefix="x_")], columns
-    )
+    (found,) = lines_of([results(tmp_path, table, [done], logprobs=True, top_logprobs=True, prefix="x_")], columns)
     body = found["response"]["body"]
     assert (body["object"], body["id"][:5]) == ("text_completion", "cmpl-")
     assert body["choices"] == [
@@ -162,14 +157,14 @@ def test_a_completion_of_a_plain_prompt(tmp_path: Path, complete: Callable[..., 
         }
     ]
     without_tops = results(tmp_path, table, [complete(0, logprobs=[-1.0] * 3)], logprobs=True)
-    (found,) = written(tmp_path, [without_tops], columns)
+    (found,) = lines_of([without_tops], columns)
     assert found["response"]["body"]["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
 def test_a_response(tmp_path: Path, complete: Callable[..., Completion]) -> None:
     table, columns = requests(tmp_path, *({"custom_id": i, "body": {"input": "x"}} for i in "ab"))
     done = [complete(0), complete(1, finish_reason=FinishReason.LENGTH)]
-    whole, cut = (line["response"]["body"] for line in written(tmp_path, [results(tmp_path, table, done)], columns))
+    whole, cut = (line["response"]["body"] for line in lines_of([results(tmp_path, table, done)], columns))
     assert (whole["object"], whole["status"], whole["incomplete_details"]) == ("response", "completed", None)
     assert whole["output"][0]["content"] == [
         {"type": "output_text", "text": "row 0 sample 0", "annotations": [], "logprobs": []}
@@ -198,7 +193,7 @@ def test_a_request_at_fault_is_a_response_with_status_400(
     tmp_path: Path, fail: Callable[..., Completion], code: ErrorCode, theirs: str
 ) -> None:
     table, columns = requests(tmp_path, {"custom_id": "a", "url": "/v1/chat/completions", "body": CHAT})
-    (line,) = written(tmp_path, [results(tmp_path, table, [fail(0, code)])], columns)
+    (line,) = lines_of([results(tmp_path, table, [fail(0, code)])], columns)
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 400)
     assert line["response"]["body"] == {
         "error": {"message": "row 0 cannot run", "type": "invalid_request_error", "param": None, "code": theirs}
@@ -209,7 +204,7 @@ def test_what_is_not_the_requests_fault_is_an_error_of_the_line(
     tmp_path: Path, fail: Callable[..., Completion]
 ) -> None:
     table, columns = requests(tmp_path, {"custom_id": "a", "body": CHAT})
-    (line,) = written(tmp_path, [results(tmp_path, table, [fail(0, ErrorCode.NON_FINITE_LOGITS)])], columns)
+    (line,) = lines_of([results(tmp_path, table, [fail(0, ErrorCode.NON_FINITE_LOGITS)])], columns)
     assert line["response"] is None
     assert line["error"] == {"code": "non_finite_logits", "message": "row 0 cannot run"}
 
@@ -230,7 +225,7 @@ def test_the_form_is_that_of_the_endpoint(
     tmp_path: Path, complete: Callable[..., Completion], url: str | None, body: dict, kind: str
 ) -> None:
     table, columns = requests(tmp_path, {"custom_id": "a", "url": url, "body": body})
-    (line,) = written(tmp_path, [results(tmp_path, table, [complete(0)])], columns)
+    (line,) = lines_of([results(tmp_path, table, [complete(0)])], columns)
     assert line["response"]["body"]["object"] == kind
 
 
@@ -251,50 +246,21 @@ def test_other_inputs_have_their_ids_or_their_row_numbers(
 ) -> None:
     table = pa.table(columns)
     out = results(tmp_path, table, [complete(0), complete(1)])
-    lines = written(tmp_path, [out], find_columns(table.schema))
+    lines = lines_of([out], find_columns(table.schema))
     assert [line["custom_id"] for line in lines] == ids
     assert {line["response"]["body"]["object"] for line in lines} == {kind}
 
 
-def test_the_same_rows_make_the_same_bytes_and_ids_differ(tmp_path: Path, complete: Callable[..., Completion]) -> None:
+def test_ids_are_the_rows_and_differ(tmp_path: Path, complete: Callable[..., Completion]) -> None:
     table, columns = requests(tmp_path, *({"custom_id": "same", "body": CHAT} for _ in range(3)))
     out = results(tmp_path, table, [complete(row) for row in range(3)])
-    lines = written(tmp_path, [out], columns)
-    before = (tmp_path / "out.jsonl").read_bytes()
+    lines = lines_of([out], columns)
     assert len({line["id"] for line in lines}) == 3
-    assert written(tmp_path, [out.slice(0, 1), out.slice(1)], columns) == lines
-    assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
-def test_the_file_is_there_whole_or_not_at_all(
-    tmp_path: Path, complete: Callable[..., Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table, columns = requests(tmp_path, *({"custom_id": str(i), "body": CHAT} for i in range(3)))
-    out = results(tmp_path, table, [complete(row) for row in range(3)])
-    path = tmp_path / "out.jsonl"
-    path.write_text("before")
-    files = set(tmp_path.iterdir())
-    with pytest.raises(InputError, match="exists: choose another name or give --overwrite"):
-        written(tmp_path, [out], columns, overwrite=False)
-
-    def broken() -> Any:
-        yield out.slice(0, 2)
-        raise RuntimeError("a part cannot be read")
-
-    with pytest.raises(RuntimeError, match="a part cannot be read"):
-        written(tmp_path, broken(), columns)
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OutputError, match=r"cannot write .*out\.jsonl: No space left on device"):
-        written(tmp_path, [out], columns)
-    assert path.read_text() == "before"
-    assert set(tmp_path.iterdir()) == files
+    assert lines_of([out.slice(0, 1), out.slice(1)], columns) == lines
+    assert lines_of([out], columns, created=1)[0]["id"] != lines[0]["id"]
 
 
 def test_a_body_with_half_a_surrogate_pair_is_that_lines_error(tmp_path: Path, fail: Callable[..., Completion]) -> None:
     table, columns = requests(tmp_path, {"custom_id": "a", "body": {"messages": [{"role": "\ud83d"}]}})
-    (line,) = written(tmp_path, [results(tmp_path, table, [fail(0, ErrorCode.INVALID_MESSAGES)])], columns)
+    (line,) = lines_of([results(tmp_path, table, [fail(0, ErrorCode.INVALID_MESSAGES)])], columns)
     assert line["response"]["status_code"] == 400
