@@ -63,6 +63,9 @@ test-quick: $(READY)  ## run the tests that are not marked slow
 sanitize: $(READY)  ## run the C++ kernels under the address and undefined-behaviour sanitizers
 	$(BIN)/python tests/kernels/run_sanitized.py
 
+test-triton: $(READY)  ## compile every Triton kernel for every chip, with no GPU
+	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(BIN)/python recipes/triton_aot.py --jobs $(WORKERS)
+
 lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,4 +88,4 @@ clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info kernels/cpu/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup demo eval-demo test test-quick sanitize lint types format clean
+.PHONY: help setup demo eval-demo test test-quick test-triton sanitize lint types format clean

@@ -10,7 +10,7 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from batchinfer.kernels.triton.launch import Chip, is_interpreted
+from batchinfer.kernels.triton.launch import CHIPS, Chip, is_interpreted
 from batchinfer.kernels.triton.variants import Variant
 
 #: Modules of this package that have `aot_variants(chip: Chip) -> list[Variant]`.
@@ -39,12 +39,21 @@ class Compiled:
     registers: int  # of a thread; on AMD vector registers, accumulation registers included
     shared_bytes: int
     spilled_bytes: int  # of a thread: stores to memory that stand for registers; on AMD four for each register
-    matrix_instructions: tuple[str, ...]  # the distinct ones, without their shapes along the tile
+    matrix_instructions: tuple[str, ...]  # the distinct ones, whatever their number of columns
+    product: str  # see Variant
 
 
 def variants(chip: Chip, modules: tuple[str, ...] = MODULES) -> Iterator[Variant]:
     for module in modules:
         yield from importlib.import_module(f"batchinfer.kernels.triton.{module}").aot_variants(chip)
+
+
+def representative(chip: Chip) -> list[Variant]:
+    """The first variant of each kernel."""
+    first: dict[str, Variant] = {}
+    for variant in variants(chip):
+        first.setdefault(variant.name, variant)
+    return list(first.values())
 
 
 def compile_variant(variant: Variant, chip: Chip) -> Compiled:
@@ -61,8 +70,26 @@ def compile_variant(variant: Variant, chip: Chip) -> Compiled:
         num_warps=variant.options["num_warps"],
         num_stages=variant.options["num_stages"],
         shared_bytes=kernel.metadata.shared,
+        product=variant.product,
         **needs,
     )
+
+
+def faults(found: Iterable[Compiled]) -> list[str]:
+    """What must not be: a sentence for each kernel that does not fit its chip, or may break the invariance."""
+    said = []
+    products: dict[tuple[str, str], Compiled] = {}
+    for one in found:
+        what = f"{one.name} ({one.label}) on {one.chip}"
+        limit = CHIPS[one.chip].max_shared_bytes
+        if one.shared_bytes > limit:
+            said.append(f"{what} needs {one.shared_bytes} bytes of shared memory, the chip has {limit}")
+        if one.spilled_bytes:
+            said.append(f"{what} spills {one.spilled_bytes} bytes of registers")
+        other = products.setdefault((one.product, one.chip), one) if one.product else one
+        if one.matrix_instructions != other.matrix_instructions:
+            said.append(f"{what} multiplies by {one.matrix_instructions}, {other.label} by {other.matrix_instructions}")
+    return said
 
 
 def _source(variant: Variant) -> ASTSource:

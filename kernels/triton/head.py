@@ -348,4 +348,5 @@ def _variant(chip: Chip, dtype: str, shape: ModelShape, use: str, num_rows: int)
     signature |= {"num_rows": "i32", "vocab": "i32:16", "num_ids": "i32:16", "hidden_stride": "i32:16"}
     constants = _constants(shape.hidden, tile, "ieee" if dtype == "fp32" else "tf32", *USES[use])
     label = f"{shape.name} {use}, {'few' if num_rows <= FEW_ROWS else 'many'} rows, {dtype}"
-    return Variant(label, head_kernel, signature, constants, options(chip, tile.num_warps, tile.num_stages))
+    launch = options(chip, tile.num_warps, tile.num_stages)
+    return Variant(label, head_kernel, signature, constants, launch, product=f"head, {dtype}")

@@ -227,7 +227,8 @@ def _variants(chip: Chip, dtype: str, what: str, columns: int, inner: int, num_r
     constants = _constants(
         inner, chunks, tile, has_bias=False, is_split=is_split, precision="ieee" if is_wide else "tf32"
     )
-    found = [Variant(label, linear_kernel, signature, constants, options(chip, tile.num_warps, tile.num_stages))]
+    launch = options(chip, tile.num_warps, tile.num_stages)
+    found = [Variant(label, linear_kernel, signature, constants, launch, product=f"linear, {dtype}")]
     if is_split:
         signature = {"parts_ptr": "*fp32", "bias_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
         signature |= {"num_elements": "i32", "num_columns": "i32:16"}

@@ -20,6 +20,7 @@ class Variant:
     signature: dict[str, str]
     constexprs: dict[str, Any]
     options: dict[str, Any]  # see launch.options
+    product: str = ""  # variants of the same one give a row the same bits, so they multiply by the same instructions
 
     @property
     def name(self) -> str:
