@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchinfer.config import EngineConfig
+from batchinfer.errors import InputError
 from batchinfer.job_input import (
     InputRows,
     ModelResolver,
@@ -113,7 +114,7 @@ def run_job(
     try:
         return job.run(rows, schema, engine_factory or _load_engine, resolve, window_rows)
     except BaseException as error:
-        if not getattr(error, "__notes__", None):
+        if not isinstance(error, InputError) and not place.manifest.exists() and not hasattr(error, "__notes__"):
             error.add_note(f"nothing was written to {settings.output}")
         raise
 
@@ -143,7 +144,7 @@ class _Job:
         resolve: ModelResolver | None,
         window_rows: int | None,
     ) -> JobSummary:
-        from batchinfer.output.store import JobStore
+        from batchinfer.output.store import JobStore, remove_leftover
 
         settings, tally = self.settings, self.tally
         with tally.timed("load"):
@@ -154,6 +155,7 @@ class _Job:
         with tally.timed("read"):
             finished = self._finished_file(wanted, rows, schema)
         if finished is not None:
+            remove_leftover(self.place)
             return self._is_done(finished, params)
         with JobStore(
             self.place, wanted, schema, len(rows.schema), overwrite=settings.overwrite, say=self.progress.stage

@@ -34,7 +34,7 @@ def reconcile(
         OutputError: the disk refuses it.
     """
     with output_errors(place.output):
-        for path in (*place.state.glob(f"*{TEMPORARY}"), *place.parts.glob(f"part-*{TEMPORARY}")):
+        for path in place.state.glob(f"*{TEMPORARY}"):
             path.unlink()  # of a write that was broken off: what it was made of is still there
         _check_parts(place, manifest, say)
         return dict(_good_journals(place, manifest, schema_of, say))

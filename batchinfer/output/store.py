@@ -135,9 +135,8 @@ class JobStore:
         for pattern in ("journal-*.bin", f"*{TEMPORARY}", f"*{TORN}"):
             for path in self.place.state.glob(pattern):
                 path.unlink()
-        for pattern in ("part-*.parquet", f"part-*{TEMPORARY}"):
-            for path in self.place.parts.glob(pattern):
-                path.unlink()
+        for path in self.place.parts.glob("part-*.parquet"):
+            path.unlink()
 
     # windows
 
@@ -301,6 +300,13 @@ class JobStore:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def remove_leftover(place: JobPlace) -> None:
+    """Of a job whose file is finished: a kill came before its folder was gone. Raises InputError if it is just going."""
+    if place.state.exists():
+        with output_errors(place.output), JobLock(place.lock, place.output):
+            shutil.rmtree(place.state)
 
 
 def new_manifest(
