@@ -36,10 +36,16 @@ OF_A_FILE = {
     "manifest removed",
     "working folder removed",
 }
+OF_LINES = {"output written", "output synced", "output renamed", "output in its folder", "output finished"}
+OUTPUTS = {  # name -> its own steps, its rows
+    "out": (set(), 2 * 8 + 1),
+    "out.parquet": (OF_A_FILE, 2 * 8 + 1),
+    "out.jsonl": (OF_LINES, 9),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["out", "out.parquet"])
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_a_job_killed_at_any_durable_step_goes_on(tmp_path: Path, name: str) -> None:
     tests = Path(__file__).resolve().parent.parent
     driver = [sys.executable, str(tests / "faults" / "kill_driver.py"), str(tmp_path), name]
@@ -47,9 +53,10 @@ def test_a_job_killed_at_any_durable_step_goes_on(tmp_path: Path, name: str) -> 
     done = subprocess.run(driver, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found["steps"]) == STEPS | (OF_A_FILE if name == "out.parquet" else set())
+    own_steps, num_rows = OUTPUTS[name]
+    assert set(found["steps"]) == STEPS | own_steps
     assert found["problems"] == []
-    assert found["num_rows"] == 2 * 8 + 1
+    assert found["num_rows"] == num_rows
     # Flushed every 3 completions, of rows with 2 each; 2 more are held back by the engine. What is not
     # flushed is run again: of each kill at most these.
     assert max(found["num_again"]) <= 4
