@@ -38,6 +38,7 @@ def _first_samples(parts: Sequence[Path], schema: pa.Schema, num_input_columns: 
         with pq.ParquetFile(part, pre_buffer=False) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, columns=[*names, sample_index])
+                table = table.cast(storage_schema(table.schema))  # rows of views cannot be taken
                 yield table.filter(pc.equal(table.column(sample_index), 0)).select(names)
 
 

@@ -303,7 +303,7 @@ class JobStore:
 
 
 def remove_leftover(place: JobPlace) -> None:
-    """Of a job whose file is finished: a kill came before its folder was gone. Raises InputError if it is just going."""
+    """Of a job whose file is finished: a kill came before its folder was gone. Raises InputError while it is going."""
     if place.state.exists():
         with output_errors(place.output), JobLock(place.lock, place.output):
             shutil.rmtree(place.state)
