@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.output.durable import durable_step, output_errors, rename, sync
+from batchinfer.output.durable import OutputError, durable_step, output_errors, rename, sync
 from batchinfer.output.journal import result_name
 from batchinfer.output.journaled import JournaledResults
 from batchinfer.output.row_groups import (
@@ -63,11 +63,16 @@ def join_parts(
 
 
 def read_parts(parts: Sequence[Path]) -> Iterator[pa.Table]:
-    """The row groups of the parts, in order."""
+    """The row groups of the parts, in order. Raises OutputError for a part that is damaged."""
     for part in parts:
-        with pq.ParquetFile(part, pre_buffer=False) as file:
-            for group in range(file.num_row_groups):
-                yield file.read_row_group(group)
+        try:
+            with pq.ParquetFile(part, pre_buffer=False, page_checksum_verification=True) as file:
+                for group in range(file.num_row_groups):
+                    yield file.read_row_group(group)
+        except (pa.ArrowException, OSError) as error:
+            raise OutputError(
+                f"{part} is damaged ({error}): remove it and run the same command again, which runs its rows again"
+            ) from error
 
 
 @contextmanager
@@ -77,7 +82,9 @@ def _writing(
     """A writer to `temporary`, which gets the name `path` at the end, durably."""
     with output_errors(path):
         try:
-            with pq.ParquetWriter(temporary, storage_schema(schema), compression="zstd") as writer:
+            with pq.ParquetWriter(
+                temporary, storage_schema(schema), compression="zstd", write_page_checksum=True
+            ) as writer:
                 yield writer
                 writer.add_key_value_metadata(file_metadata(schema, metadata))
             durable_step(f"{what} written")

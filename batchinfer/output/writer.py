@@ -93,7 +93,9 @@ class ParquetOutput:
         self._num_rows = 0
         self._writer: pq.ParquetWriter | None = None
         with self._cleaned_up_on_error():
-            self._writer = pq.ParquetWriter(self._temporary, self._stored_schema, compression="zstd")
+            self._writer = pq.ParquetWriter(
+                self._temporary, self._stored_schema, compression="zstd", write_page_checksum=True
+            )
 
     def write_window(self, table: pa.Table, first_row_index: int, results: Iterable[Result]) -> None:
         """Append the rows of `table`, one output row per sample.
