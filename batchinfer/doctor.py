@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: What the kernels, or torch's, are written for.
 FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
+#: There if the system has a GPU, whatever torch makes of it: NVIDIA's and AMD's.
+GPU_DEVICES = ("/dev/nvidia0", "/dev/kfd")
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "huggingface-hub", "triton")
 _OPENMP = re.compile(r"/lib(?:gomp|iomp5|omp)(?:-\w+)?\.so[.\d]*$")
 
@@ -44,6 +46,15 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    capability: str  # "9.0"; on AMD the architecture, "gfx942"
+    kernels: str  # of a bf16 model there: "triton" or "torch"
+    reason: str | None  # why not Triton's
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """See `examine`."""
 
@@ -53,7 +64,8 @@ class Report:
     openmp: tuple[str, ...]  # files of the runtimes in this process
     dtype: str  # what --dtype auto comes to for a bf16 checkpoint
     kernels: Kernels
-    gpus: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
+    device: str  # what --device auto comes to
     models: dict[str, str | None]  # alias -> its package's folder, or None: not installed
     versions: dict[str, str | None]
     invariance: tuple[Invariance, ...]
@@ -62,12 +74,13 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        return all(found.holds for found in self.invariance)
+        return all(found.is_sound for found in self.invariance)
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
         for found, tested in zip(values["invariance"], self.invariance, strict=True):
             found["holds"] = tested.holds
+            found["is_sound"] = tested.is_sound
             if tested.torch_difference == math.inf:  # JSON has no infinity
                 found["torch_difference"] = None
         return {"version": __version__, "is_sound": self.is_sound, **values}
@@ -85,7 +98,8 @@ def examine() -> Report:
     """Look, run the invariance self-test on all kernels, and measure; takes some seconds."""
     import torch
 
-    from batchinfer.engine.machine import choose_dtype, free_memory_bytes, num_physical_cores
+    from batchinfer.engine.machine import choose_device, choose_dtype, free_memory_bytes, num_physical_cores
+    from batchinfer.kernels.choice import TRITON
     from batchinfer.kernels.cpu.choice import TORCH
     from batchinfer.machine_speed import measure
     from batchinfer.self_test import check_invariance
@@ -93,8 +107,9 @@ def examine() -> Report:
     torch.set_num_threads(num_physical_cores())
     kernels = examine_kernels()
     usable = [name for name, state in kernels.state.items() if state == "usable"]
-    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    invariance = tuple(check_invariance(usable))
+    gpus = examine_gpus()
+    can_test = bool(gpus) and gpus[0].kernels == TRITON
+    invariance = tuple(check_invariance(usable, torch.device("cuda:0") if can_test else None))
     speed = measure(kernels.in_use, free_memory_bytes())
     processor, openmp, models = examine_processor(), openmp_runtimes(), find_models()
     return Report(
@@ -105,6 +120,7 @@ def examine() -> Report:
         dtype=str(choose_dtype("auto", "bfloat16", torch.device("cpu"))).removeprefix("torch."),
         kernels=kernels,
         gpus=gpus,
+        device=str(choose_device("auto")),
         models=models,
         versions={name: _version(name) for name in PACKAGES},
         invariance=invariance,
@@ -112,7 +128,7 @@ def examine() -> Report:
         advice=(
             *_invariance_advice(invariance),
             *([f"plain torch is used: {kernels.reason}"] if kernels.in_use == TORCH and not kernels.forced else []),
-            *machine_advice(openmp, gpus, has_gpu_device=Path("/dev/nvidia0").exists()),
+            *machine_advice(openmp, gpus, has_gpu_device=any(Path(path).exists() for path in GPU_DEVICES)),
         ),
     )
 
@@ -139,6 +155,24 @@ def examine_kernels() -> Kernels:
             state[name] = str(error)
     best = best_built()
     return Kernels(forced or best.name, None if forced else best.reason, forced, state)
+
+
+def examine_gpus() -> tuple[Gpu, ...]:
+    """Those that torch can use. Raises InputError if the environment names kernels that cannot run there."""
+    import torch
+
+    from batchinfer.kernels.choice import choose_kernels
+    from batchinfer.self_test import SPEC
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        chosen = choose_kernels(SPEC, torch.bfloat16, torch.device("cuda", index))
+        capability = f"{properties.major}.{properties.minor}"
+        if torch.version.hip is not None:
+            capability = str(properties.gcnArchName).split(":")[0]
+        found.append(Gpu(properties.name, properties.total_memory, capability, chosen.name, chosen.reason))
+    return tuple(found)
 
 
 def examine_processor() -> Processor:
@@ -188,11 +222,11 @@ def _invariance_advice(invariance: Sequence[Invariance]) -> list[str]:
         f"with {found.kernels} in {found.dtype} results cannot be relied on: rows differ "
         f"{', '.join(found.differing)}. Please report this with the output of batchinfer doctor --json"
         for found in invariance
-        if not found.holds
+        if not found.is_sound
     ]
 
 
-def machine_advice(openmp: tuple[str, ...], gpus: tuple[str, ...], *, has_gpu_device: bool) -> list[str]:
+def machine_advice(openmp: tuple[str, ...], gpus: Sequence[Gpu], *, has_gpu_device: bool) -> list[str]:
     """What would make runs faster."""
     advice = []
     if len(openmp) > 1:
@@ -201,7 +235,8 @@ def machine_advice(openmp: tuple[str, ...], gpus: tuple[str, ...], *, has_gpu_de
             "other: use torch and batchinfer from one source, pip or conda"
         )
     if has_gpu_device and not gpus:
-        advice.append("there is an NVIDIA GPU that this build of torch cannot use: https://pytorch.org/get-started")
+        advice.append("there is a GPU that this build of torch cannot use: https://pytorch.org/get-started")
+    advice += [f"{gpu.name} runs plain torch, which is slower: {gpu.reason}" for gpu in gpus if gpu.reason]
     return advice
 
 
@@ -232,8 +267,21 @@ def _machine_lines(report: Report) -> list[tuple[str, str]]:
             "memory",
             f"{report.free_memory_bytes / 2**30:.1f} GiB free · huge pages: {processor.huge_pages or 'unknown'}",
         ),
-        ("GPU", ", ".join(report.gpus) or "none that torch can use"),
+        *_gpu_lines(report),
     ]
+
+
+def _gpu_lines(report: Report) -> list[tuple[str, str]]:
+    auto = f"--device auto: {report.device}"
+    if not report.gpus:
+        return [("GPU", f"none that torch {report.versions['torch']} can use · {auto}")]
+    lines = []
+    for gpu in report.gpus:
+        why = f" ({gpu.reason})" if gpu.reason else ""
+        lines.append(
+            f"{gpu.name} · {gpu.memory_bytes / 2**30:.0f} GiB · {gpu.capability} · kernels: {gpu.kernels}{why}"
+        )
+    return [("GPU", lines[0]), *(("", line) for line in lines[1:]), ("", auto)]
 
 
 def _kernels_lines(report: Report) -> list[tuple[str, str]]:
@@ -244,7 +292,9 @@ def _kernels_lines(report: Report) -> list[tuple[str, str]]:
         ("", ", ".join(f"{name}: {state}" for name, state in kernels.state.items())),
     ]
     for index, found in enumerate(report.invariance):
-        verdict = "holds" if found.holds else f"DOES NOT HOLD {', '.join(found.differing)}"
+        verdict = "holds"
+        if not found.holds:
+            verdict = f"{'not promised' if found.is_sound else 'DOES NOT HOLD'} {', '.join(found.differing)}"
         near = "" if found.torch_difference is None else f" · {found.torch_difference:.2g} nats from torch at most"
         lines.append(("invariance" if index == 0 else "", f"{found.kernels} {found.dtype}: {verdict}{near}"))
     return lines

@@ -11,6 +11,7 @@ import torch
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
+from batchinfer.kernels.choice import TRITON, TRITON_DETERMINISTIC, TRITON_KERNELS
 from batchinfer.kernels.cpu.choice import TORCH
 from batchinfer.models.spec import DecoderSpec, RopeSpec
 from batchinfer.models.weights import DecoderWeights, LayerWeights
@@ -48,6 +49,9 @@ WAYS = {
     "shared and in chunks": replace(ALONE, max_num_seqs=64, max_batch_tokens=50, prefix_sharing=True),
 }
 
+CPU = torch.device("cpu")
+#: What each kind of Triton kernels is called here, and whether rows are promised the bits that they have alone.
+GPU_KERNELS = {TRITON_DETERMINISTIC: True, TRITON: False}
 #: Log-probabilities this far from plain torch, in nats, are an error: rounding alone makes 0.02 here.
 FARTHEST = 0.3
 FROM_TORCH = "from plain torch"
@@ -62,25 +66,51 @@ class Invariance:
     kernels: str
     dtype: str
     differing: tuple[str, ...]  # the ways in which some row was not the same bits as alone; FROM_TORCH
-    torch_difference: float | None  # nats: largest of prompt log-probabilities against plain torch in bf16
+    torch_difference: float | None  # nats: largest of prompt log-probabilities against plain torch in that dtype
+    is_promised: bool = True  # False: it may depend on company, within rounding
 
     @property
     def holds(self) -> bool:
         return not self.differing
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is as promised."""
+        return self.holds or (not self.is_promised and FROM_TORCH not in self.differing)
 
-def check_invariance(instruction_sets: Sequence[str]) -> Iterator[Invariance]:
-    """Plain torch in fp32 and bf16, then the C++ kernels of these instruction sets."""
+
+def check_invariance(instruction_sets: Sequence[str], gpu: torch.device | None = None) -> Iterator[Invariance]:
+    """Plain torch in fp32 and bf16, then the C++ kernels of these instruction sets and Triton's on the GPU."""
     yield _check(TORCH, torch.float32, None)[0]
     found, on_torch = _check(TORCH, torch.bfloat16, None)
     yield found
     for name in instruction_sets:
         yield _check(name, torch.bfloat16, on_torch)[0]
+    if gpu is not None:
+        for name, is_promised in GPU_KERNELS.items():
+            yield _check(name, torch.bfloat16, on_torch, gpu, is_promised=is_promised)[0]
 
 
-def _check(kernels: str, dtype: torch.dtype, on_torch: Rows | None) -> tuple[Invariance, Rows]:
-    engine = Engine.from_parts(_model(kernels, dtype), _NoText(), (), SPEC.max_position, ALONE)
-    rows = list(_rows())
+def check_triton(
+    dtype: torch.dtype, device: torch.device, rows: Sequence[Prompt] | None = None
+) -> Iterator[Invariance]:
+    """Triton's kernels alone, against plain torch on the CPU; `rows` instead of the usual ones."""
+    on_torch = _check(TORCH, dtype, None, rows=rows)[1]
+    for name, is_promised in GPU_KERNELS.items():
+        yield _check(name, dtype, on_torch, device, is_promised=is_promised, rows=rows)[0]
+
+
+def _check(
+    kernels: str,
+    dtype: torch.dtype,
+    on_torch: Rows | None,
+    device: torch.device = CPU,
+    *,
+    is_promised: bool = True,
+    rows: Sequence[Prompt] | None = None,
+) -> tuple[Invariance, Rows]:
+    engine = Engine.from_parts(_model(kernels, dtype, device), _NoText(), (), SPEC.max_position, ALONE)
+    rows = list(_rows() if rows is None else rows)
     alone: Rows = {}
     for row in rows:
         alone |= _run(engine, [row])
@@ -92,7 +122,8 @@ def _check(kernels: str, dtype: torch.dtype, on_torch: Rows | None) -> tuple[Inv
     difference = None if on_torch is None else _largest_difference(alone, on_torch)
     if difference is not None and not difference < FARTHEST:
         differing.append(FROM_TORCH)
-    return Invariance(kernels, str(dtype).removeprefix("torch."), tuple(differing), difference), alone
+    found = Invariance(kernels, str(dtype).removeprefix("torch."), tuple(differing), difference, is_promised)
+    return found, alone
 
 
 def _largest_difference(rows: Rows, others: Rows) -> float:
@@ -129,34 +160,41 @@ def _rows() -> Iterator[Prompt]:
         yield Prompt(index, ids, params, row_key(None, ids))
 
 
-def _model(kernels: str, dtype: torch.dtype) -> Any:
+def _model(kernels: str, dtype: torch.dtype, device: torch.device) -> Any:
     from batchinfer.attention.backend import ReferenceAttention
     from batchinfer.kernels.cpu.decoder import CpuDecoder
     from batchinfer.models.decoder import Decoder
 
-    weights = _random_weights(dtype)
+    weights = _random_weights(dtype, device)
     if kernels == TORCH:
         return Decoder(SPEC, weights, ReferenceAttention, SPEC.max_position)
+    if kernels in TRITON_KERNELS:
+        from batchinfer.kernels.triton.decoder import TritonDecoder
+
+        return TritonDecoder(SPEC, weights, SPEC.max_position, deterministic=kernels == TRITON_DETERMINISTIC)
     return CpuDecoder(SPEC, weights, kernels, SPEC.max_position)
 
 
-def _random_weights(dtype: torch.dtype) -> DecoderWeights:
+def _random_weights(dtype: torch.dtype, device: torch.device) -> DecoderWeights:
     generator = torch.Generator().manual_seed(0)
     hidden, inner, attended = SPEC.hidden_size, SPEC.intermediate_size, SPEC.num_heads * SPEC.head_dim
 
     def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=dtype, device=device)
 
     layers = [
         LayerWeights(
-            attn_norm=torch.ones(hidden, dtype=dtype),
+            attn_norm=ones(hidden),
             qkv=draw(attended + 2 * SPEC.num_kv_heads * SPEC.head_dim, hidden),
             qkv_bias=None,
             q_norm=None,
             k_norm=None,
             o=draw(hidden, attended),
             o_bias=None,
-            mlp_norm=torch.ones(hidden, dtype=dtype),
+            mlp_norm=ones(hidden),
             gate_up=draw(2 * inner, hidden),
             gate_up_bias=None,
             down=draw(hidden, inner),
@@ -165,7 +203,7 @@ def _random_weights(dtype: torch.dtype) -> DecoderWeights:
         for _ in range(SPEC.num_layers)
     ]
     embed, head = draw(SPEC.vocab_size, hidden) * hidden**0.5, draw(SPEC.vocab_size, hidden)
-    return DecoderWeights(embed=embed, layers=layers, final_norm=torch.ones(hidden, dtype=dtype), lm_head=head)
+    return DecoderWeights(embed=embed, layers=layers, final_norm=ones(hidden), lm_head=head)
 
 
 class _NoText:

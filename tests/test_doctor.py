@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 from batchinfer import doctor, machine_speed, self_test
 from batchinfer.cli.main import app
 from batchinfer.kernels.cpu import library
+from batchinfer.kernels.triton import launch
 from batchinfer.models import source
 from batchinfer.models.decoder import Decoder
 
@@ -44,9 +47,25 @@ def test_this_machine_is_sound(report: doctor.Report) -> None:
     assert not [line for line in report.advice if "relied" in line]
 
 
-def test_one_openmp_runtime(report: doctor.Report) -> None:
-    """The kernels run on the one that torch brings: two would take the cores from each other."""
-    assert len(report.openmp) == 1, report.openmp
+LOADS_EVERY_LIBRARY = """
+import torch
+from batchinfer import doctor
+from batchinfer.kernels.cpu import library
+for name in library.supported_instruction_sets():
+    if library.library_path(name).exists():
+        library.load_library(name)
+torch.ones(1 << 20).sum()
+print(*doctor.openmp_runtimes(), sep="\\n")
+"""
+
+
+def test_one_openmp_runtime() -> None:
+    """The kernels run on the one that torch brings: two would take the cores from each other.
+
+    In a process of its own: other tests load libraries that bring another one.
+    """
+    found = subprocess.run([sys.executable, "-c", LOADS_EVERY_LIBRARY], capture_output=True, text=True, check=True)
+    assert len(found.stdout.split("\n")) == 2, found.stdout  # one, and what is behind its line's end
 
 
 def test_kernels_in_use_are_the_best_usable(report: doctor.Report) -> None:
@@ -90,8 +109,8 @@ class Wrong(Decoder):
 def checked(kind: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> self_test.Invariance:
     right = self_test._model
 
-    def model(kernels: str, dtype: torch.dtype) -> Any:
-        found = right("torch", dtype)
+    def model(kernels: str, dtype: torch.dtype, device: torch.device) -> Any:
+        found = right("torch", dtype, device)
         if kernels == "made up":
             found.__class__ = kind
         return found
@@ -110,6 +129,16 @@ def test_self_test_finds_dependence_on_company(monkeypatch: pytest.MonkeyPatch) 
 def test_self_test_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checked(Wrong, monkeypatch)
     assert self_test.FROM_TORCH in found.differing
+
+
+def test_what_is_not_promised_is_no_fault(report: doctor.Report) -> None:
+    """Without --deterministic a GPU's products may depend on the number of rows."""
+    loose = self_test.Invariance("triton", "bfloat16", ("in company",), 0.01, is_promised=False)
+    assert not loose.holds
+    assert loose.is_sound
+    assert "not promised in company" in replace(report, invariance=(loose,)).to_text()
+    assert not replace(loose, is_promised=True).is_sound
+    assert not replace(loose, differing=(self_test.FROM_TORCH,)).is_sound, "wrong is wrong"
 
 
 def test_unsound_machine_is_exit_code_1(report: doctor.Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +179,37 @@ def test_advice() -> None:
     assert "2 OpenMP runtimes are loaded (/a/libgomp.so, /b/libiomp5.so)" in line
     (line,) = doctor.machine_advice(("a",), (), has_gpu_device=True)
     assert "GPU that this build of torch cannot use" in line
-    assert doctor.machine_advice(("a",), ("H100",), has_gpu_device=True) == []
+    gpu = doctor.Gpu("H100", 80 << 30, "9.0", "triton", None)
+    assert doctor.machine_advice(("a",), (gpu,), has_gpu_device=True) == []
+    old = replace(gpu, name="T4", kernels="torch", reason="sm_75 is older than sm_80")
+    (line,) = doctor.machine_advice(("a",), (gpu, old), has_gpu_device=True)
+    assert line == "T4 runs plain torch, which is slower: sm_75 is older than sm_80"
+
+
+def test_no_gpu_is_told_with_what_auto_comes_to(report: doctor.Report) -> None:
+    if report.gpus:
+        pytest.skip("there is one")
+    assert f"none that torch {torch.__version__} can use · --device auto: cpu" in report.to_text()
+
+
+class H200:
+    name, total_memory, major, minor = "NVIDIA H200", 141 << 30, 9, 0
+
+
+def test_a_gpu_is_told_with_its_kernels(report: doctor.Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: H200())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("BATCHINFER_KERNELS", raising=False)
+    launch._gpu.cache_clear()
+    try:
+        gpus = doctor.examine_gpus()
+    finally:
+        launch._gpu.cache_clear()
+    assert gpus == (doctor.Gpu("NVIDIA H200", 141 << 30, "9.0", "triton", None),) * 2
+    text = replace(report, gpus=gpus, device="cuda").to_text()
+    assert text.count("NVIDIA H200 · 141 GiB · 9.0 · kernels: triton") == 2
+    assert "--device auto: cuda" in text
 
 
 def test_models_that_are_not_installed_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:

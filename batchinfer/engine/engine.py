@@ -15,13 +15,21 @@ from batchinfer.attention.backend import ReferenceAttention
 from batchinfer.config import EngineConfig
 from batchinfer.engine.core import EngineRun, RunLimits
 from batchinfer.engine.feed import Feed, Prepared
-from batchinfer.engine.machine import choose_device, choose_dtype, free_memory_bytes, num_physical_cores
+from batchinfer.engine.kv_memory import CudaMemory, KVMemory
+from batchinfer.engine.machine import (
+    choose_device,
+    choose_dtype,
+    fallback_note,
+    free_memory_bytes,
+    num_physical_cores,
+)
 from batchinfer.engine.prompts import make_prompt
 from batchinfer.engine.sampler import Sampler
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.window import WindowPlan, WindowPlanner
 from batchinfer.errors import InputError, KernelsWarning
-from batchinfer.kernels.cpu.choice import HOW_TO_BUILD, TORCH, KernelChoice, choose_kernels
+from batchinfer.kernels.choice import TRITON_DETERMINISTIC, TRITON_KERNELS, choose_kernels
+from batchinfer.kernels.cpu.choice import TORCH, KernelChoice
 from batchinfer.models.decoder import Decoder, KVPool, LanguageModel, kv_bytes_per_block
 from batchinfer.models.source import ModelSource, resolve_model
 from batchinfer.models.spec import DecoderSpec, choose_max_model_len
@@ -81,11 +89,12 @@ class Engine:
         if config.kv_memory_bytes is not None:  # known before the weights are read
             _num_blocks(config, kv_bytes_per_block(source.spec, dtype, config.block_size))
         torch.set_num_threads(config.threads or num_physical_cores())
-        kernels = choose_kernels(source.spec, dtype, device)
+        kernels = choose_kernels(source.spec, dtype, device, deterministic=config.deterministic)
         _warn_of_missing(kernels)
         decoder = _make_decoder(source.spec, source.load_weights(dtype, device), kernels.name, max_model_len)
         self._set_up(decoder, source.tokenizer, source.eos_token_ids, max_model_len, config)
         self.source: ModelSource | None = source
+        self.device_note = fallback_note(config.device, device)
         self.default_params = SamplingParams.from_mapping(source.generation_defaults)
 
     @classmethod
@@ -101,6 +110,7 @@ class Engine:
         self = cls.__new__(cls)
         self._set_up(model, tokenizer, eos_token_ids, max_model_len, config or EngineConfig())
         self.source = None
+        self.device_note = None
         self.default_params = SamplingParams()
         return self
 
@@ -121,6 +131,8 @@ class Engine:
         self.check_integrity = False  # tests: assert all invariants after each step
         self._sampler = Sampler(tokenizer.num_ids, eos_token_ids, model)
         self._kv: KVPool | None = None
+        is_on_gpu = model.device.type == "cuda"
+        self._kv_memory = KVMemory(model, max_model_len, CudaMemory(model.device)) if is_on_gpu else None
         self._is_running = False
 
     @property
@@ -133,8 +145,8 @@ class Engine:
 
     @property
     def kernels(self) -> str:
-        """The instruction set of the C++ kernels that run the model, or "torch". Bits depend on it."""
-        return getattr(self.model, "instruction_set", TORCH)
+        """What runs the model: an instruction set of the C++ kernels, Triton's, or "torch". Bits depend on it."""
+        return getattr(self.model, "kernels", TORCH)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -277,8 +289,8 @@ class Engine:
     def _kv_limit_bytes(self) -> int:
         """The largest pool that may be made when no size is given."""
         held = 0 if self._kv is None else self._kv.nbytes
-        if self.device.type == "cuda":
-            return int((torch.cuda.mem_get_info(self.device)[0] + held) * KV_SHARE)
+        if self._kv_memory is not None:
+            return self._kv_memory.limit_bytes(self.config, held)
         return int((free_memory_bytes() + held) * KV_SHARE)
 
     def _most_blocks(self) -> int:
@@ -400,6 +412,10 @@ class Engine:
 def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, kernels: str, max_model_len: int) -> LanguageModel:
     if kernels == TORCH:
         return Decoder(spec, weights, ReferenceAttention, max_model_len)
+    if kernels in TRITON_KERNELS:
+        from batchinfer.kernels.triton.decoder import TritonDecoder
+
+        return TritonDecoder(spec, weights, max_model_len, deterministic=kernels == TRITON_DETERMINISTIC)
     from batchinfer.kernels.cpu.decoder import CpuDecoder
 
     return CpuDecoder(spec, weights, kernels, max_model_len)
@@ -407,7 +423,8 @@ def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, kernels: str, max_
 
 def _warn_of_missing(kernels: KernelChoice) -> None:
     if kernels.is_missing:
-        message = f"running on plain torch, which is slower: {kernels.reason}. To build them: {HOW_TO_BUILD}"
+        remedy = f". {kernels.remedy}" if kernels.remedy else ""
+        message = f"running on plain torch, which is slower: {kernels.reason}{remedy}"
         warnings.warn(message, KernelsWarning, stacklevel=3)
 
 

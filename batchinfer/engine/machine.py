@@ -64,6 +64,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def fallback_note(asked: str, device: torch.device) -> str | None:
+    """What to tell somebody whose --device auto came to the CPU."""
+    if asked != "auto" or device.type != "cpu":
+        return None
+    return f"torch {torch.__version__} finds no GPU here: running on the CPU"
+
+
 def choose_dtype(name: Dtype, checkpoint: str | None, device: torch.device) -> torch.dtype:
     """`auto`: the checkpoint's own dtype where the device computes it natively, else float32.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.errors import InputError
 from batchinfer.job import EngineFactory, EngineLike, engine_settings
-from batchinfer.job_input import JobError, ModelResolver, find_model, unreadable_is_input_error
+from batchinfer.job_input import JobError, ModelResolver, check_device, find_model, unreadable_is_input_error
 from batchinfer.progress import ProgressReporter, QuietProgress, Snapshot, TokensLeft
 from batchinfer.scoring.metadata import score_metadata, token_policy
 from batchinfer.scoring.run import score_items
@@ -87,6 +87,8 @@ def run_score(
             reader = _reader(settings, texts, model, checks_text=bool(warnings))
             progress.stage(f"loading {settings.model}")
             engine = (engine_factory or _load_engine)(model, settings.engine)
+            if engine.device_note:
+                progress.stage(engine.device_note)
         with ParquetOutput(settings.output, schema, settings.overwrite, ScoreResultColumns()) as output:
             progress.stage(f"scoring {settings.texts}")
             job = _Job(settings, engine, reader, window, tally, progress, check_interrupt, texts.source.num_rows)
@@ -227,6 +229,7 @@ def _with_prefix(settings: ScoreSettings, columns: ScoreColumns) -> ScoreSetting
 def _resolve(settings: ScoreSettings, resolve: ModelResolver | None) -> tuple[ModelSource, Window]:
     from batchinfer.models.spec import choose_max_model_len
 
+    check_device(settings.engine.device)
     model = find_model(settings.model, settings.adapter, resolve)
     max_model_len = choose_max_model_len(settings.engine.max_model_len, model.spec, settings.model)
     return model, Window.of(settings.window, settings.stride, max_model_len)

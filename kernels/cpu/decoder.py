@@ -90,7 +90,7 @@ class CpuDecoder:
         self.spec = spec
         self.dtype = torch.bfloat16
         self.device = torch.device("cpu")
-        self.instruction_set = instruction_set
+        self.kernels = instruction_set
         self._library = load_library(instruction_set)
         self._keep: list[object] = []  # what the C side points to
         cos, sin = rope_tables(spec.rope, max_model_len)
