@@ -125,9 +125,11 @@ def estimate(
         confidence=confidence,
         num_resamples=num_resamples,
     )
-    is_share = spec.kind == "binary" and spec.summary == "mean" and scores.is_paired and not rows.are_weighted
-    if is_share and rows.num_clusters > 1:
+    is_plain = spec.summary == "mean" and scores.is_paired and not rows.are_weighted
+    if spec.kind == "binary" and is_plain and rows.num_clusters > 1:
         intervals = _with_few_events(intervals, rows, confidence, are_outputs_same)
+    elif spec.unit == "share" and is_plain and rows.num_clusters > 1 and not are_outputs_same:
+        intervals = [*intervals[:2], _of_equal_shares(intervals[2], rows, confidence)]
     found = [_estimate(interval) for interval in intervals]
     error = intervals[-1].standard_error
     return Estimates(
@@ -213,6 +215,14 @@ def _with_few_events(
         error = difference.standard_error or (high - low) / 4
         difference = Interval(difference.value, low, high, error)
     return [*result, difference]
+
+
+def _of_equal_shares(interval: Interval, rows: ValidRows, confidence: float) -> Interval:
+    """Where no row's share differs, such as pass@k: as wide as an accuracy's, a share being at most 1."""
+    if not np.array_equal(rows.before, rows.after):
+        return interval
+    low, high = bonett_price(0, 0, rows.num_clusters, confidence)
+    return Interval(interval.value, low, high, (high - low) / 4)
 
 
 def _estimate(interval: Interval) -> Estimate:

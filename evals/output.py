@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import secrets
@@ -35,17 +33,15 @@ def write_comparison(result: ComparisonResult, folder: Path) -> list[Path]:
     """Write the files, each of them whole or not at all; returns their paths. Files of those names are replaced."""
     import pyarrow.parquet as pq
 
+    from batchinfer.evals.report import write_html
+
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result.to_dict(), allow_nan=False, ensure_ascii=False, indent=1)
     written = [
         _write_whole(folder / REPORT_JSON, lambda path: _write_text(path, text)),
         _write_whole(folder / ROWS_PARQUET, lambda path: pq.write_table(result.rows, path, compression="zstd")),
     ]
-    # The report brings matplotlib, so it is loaded only here.
-    if importlib.util.find_spec("batchinfer.evals.report") is not None:
-        write_html = importlib.import_module("batchinfer.evals.report").write_html
-        written.insert(0, _write_whole(folder / REPORT_HTML, lambda path: write_html(result, path)))
-    return written
+    return [_write_whole(folder / REPORT_HTML, lambda path: write_html(result, path)), *written]
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -185,7 +185,7 @@ def curve_panels(result: ComparisonResult) -> list[Panel]:
 
 
 def slice_panels(slices: Sequence[SliceResult], metrics: Sequence[MetricResult], column_number: int) -> Iterator[Panel]:
-    """Of the metrics that changed, else of the first ones, not too many; the column's values below each other."""
+    """Of the metrics that changed, else of those with a row that differs; not too many, the values below each other."""
     by_metric: dict[str, list[SliceResult]] = {}
     for one in slices:
         if one.difference.mean is not None:
@@ -193,7 +193,8 @@ def slice_panels(slices: Sequence[SliceResult], metrics: Sequence[MetricResult],
     order = (Verdict.WORSE, Verdict.BETTER, Verdict.CHANGED)
     known = [metric for metric in metrics if metric.name in by_metric and not metric.spec.is_derived]
     flagged = [metric for metric in known if metric.verdict in order]
-    shown = sorted(flagged, key=lambda metric: order.index(metric.verdict)) or known
+    moved = [metric for metric in known if metric.wins + metric.losses]
+    shown = sorted(flagged, key=lambda metric: order.index(metric.verdict)) or moved or known
     for number, metric in enumerate(shown[:_MAX_SLICE_METRICS]):
         found = by_metric[metric.name][:MAX_SLICE_ROWS]
         form = NumberFormat.of_metric(metric)

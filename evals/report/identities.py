@@ -11,8 +11,8 @@ from batchinfer.evals.result import ComparisonResult, RunIdentity
 
 _MAX_LENGTH = 400
 _DIGEST_LENGTH = 16
-#: Said elsewhere in the identity.
-_TWICE = ("params", "digests", "version", "created")
+#: Said elsewhere in the identity, or made of what is.
+_TWICE = ("params", "digests", "version", "created", "identity", "job", "input_stamp")
 
 
 @dataclass(frozen=True, slots=True)

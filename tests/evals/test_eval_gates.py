@@ -70,10 +70,11 @@ def test_the_same_outputs_pass_any_gate_around_zero(make_run) -> None:
 def test_samples_without_a_difference_do_not_pass_it_either(make_run) -> None:
     inputs = {"id": list(range(20)), "reference": ["a"] * 20}
     before, after = make_run([["a", "b"]] * 20, inputs), make_run([["A.", "c"]] * 20, inputs)
-    result = compare(before, after, metrics=["accuracy"], gates=["accuracy>=-0.01"])
+    result = compare(before, after, metrics=["accuracy"], gates=["accuracy>=-0.01", "pass@2>=-0.01"])
     assert result.metric("accuracy").num_clusters == 20
-    assert not result.gates[0].passed
-    assert result.gates[0].bound < -0.05
+    assert result.metric("pass@2").n == 20
+    assert [gate.passed for gate in result.gates] == [False, False]
+    assert all(gate.bound < -0.05 for gate in result.gates)
 
 
 def test_few_rows_do_not_pass_a_narrow_gate_for_lack_of_differences(make_run) -> None:

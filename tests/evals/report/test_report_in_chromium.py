@@ -49,6 +49,7 @@ def test_opens_quietly_in_both_themes_and_on_a_phone(page: Page, report: Path) -
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         themes[scheme] = page.evaluate(COLOURS)
     assert all(light != dark for light, dark in zip(themes["light"], themes["dark"], strict=True))
+    assert page.evaluate("document.querySelector('.examples caption').offsetWidth") > 200  # still on the phone
     # The switch beats the system's scheme.
     page.open(report, scheme="light")
     page.evaluate("document.querySelector('label[for=theme-dark]').click()")

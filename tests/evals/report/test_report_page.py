@@ -14,7 +14,9 @@ import pytest
 
 from batchinfer.evals import MetricScores, MetricSpec, Needs, RowValues, Scores, compare, write_comparison
 from batchinfer.evals.report import render_html
-from batchinfer.evals.result import ComparisonResult, Curve, Series, Table
+from batchinfer.evals.report.identities import identities
+from batchinfer.evals.report.slice_tables import slice_columns
+from batchinfer.evals.result import ComparisonResult, Curve, Series, Table, Verdict
 
 SECTIONS = (
     "verdict", "metrics", "differences", "distributions", "perplexity", "drift", "slices", "rows", "tables",
@@ -221,3 +223,20 @@ def test_many_and_few_slices(make_result: Callable[..., ComparisonResult], num_v
     assert lines is not None
     assert len(re.findall(r'<th scope="row">', lines[0])) == min(num_values, 50)
     assert ("The plots show 20 of 50 values" in page) == (num_values == 60)
+
+
+def test_slices_are_drawn_of_metrics_in_which_a_row_differs(make_result: Callable[..., ComparisonResult]) -> None:
+    """No output is cut or empty on either side: four empty plots would say nothing."""
+    result = make_result(metrics=["length", "accuracy"])
+    (column,) = slice_columns(replace(result, metrics=tuple(
+        replace(metric, verdict=Verdict.NO_CHANGE) for metric in result.metrics
+    )))  # fmt: skip
+    assert {panel.title for panel in column.panels} == {"Output tokens", "Accuracy"}
+    assert "Truncated outputs" in [title for title, _ in column.heads]
+
+
+def test_what_a_run_says_twice_is_shown_once(make_run: Callable[..., pa.Table]) -> None:
+    run = make_run(["a", "b"], identity={"params": {"seed": 7}}, job="0123abcd", input_stamp={"bytes": 77})
+    names = [line.name for line in identities(compare(run, run, metrics=["length"])).same]
+    assert "digest of model" in names
+    assert not [name for name in names if name.startswith(("identity", "job", "input_stamp"))]
