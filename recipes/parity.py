@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import torch
@@ -140,13 +141,15 @@ def load_transformers(source: ModelSource, dtype: torch.dtype) -> Any:
 
 def _load_gguf(path: str) -> Any:
     # `from_pretrained(gguf_file=...)` does the same but asks for accelerate.
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     values = load_gguf_checkpoint(path)["config"]
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    # Its progress bar goes to logs too, and has no switch.
+    with patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda items, **_: items, create=True):
+        tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise RuntimeError(f"{path}: transformers leaves {missing} unset and has no place for {unexpected}")

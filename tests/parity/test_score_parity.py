@@ -84,10 +84,11 @@ def test_tiny_models(family: str, window: int | None, stride: int | None, tmp_pa
 
 
 @pytest.mark.slow
-def test_smollm2_on_real_texts(repo_root: Path) -> None:
+def test_smollm2_on_real_texts(repo_root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A few of the shortest quickstart prompts: plain, and in windows; alone, and together in chunks."""
     source = resolve_model("smollm2-135m")
     peer = parity_recipe().load_transformers(source, torch.float32)
+    assert "\r" not in capfd.readouterr().err, "a progress bar would fill the log"
     texts = pq.read_table(repo_root / "data" / "quickstart.parquet", columns=["prompt"])["prompt"].to_pylist()
     texts = sorted(texts, key=len)[:5]
     engine = Engine(source, EngineConfig(dtype="float32", device="cpu", threads=1, max_batch_tokens=200, block_size=16))
