@@ -24,7 +24,7 @@ from batchinfer.kernels.triton.launch import CHIPS, Chip, is_interpreted
 from batchinfer.kernels.triton.variants import Variant
 
 #: Modules of this package that have `aot_variants(chip: Chip) -> list[Variant]`.
-MODULES: tuple[str, ...] = ("activation", "copy", "head", "linear", "norm", "rope", "sample")
+MODULES: tuple[str, ...] = ("activation", "attention", "copy", "head", "linear", "norm", "rope", "sample")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ whose buffers and launches stay the same, for CUDA graphs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from batchinfer.engine.staging import Staging
 from batchinfer.kernels.triton.attention_kernels import attend_items, merge_partials
 from batchinfer.kernels.triton.launch import Chip, cdiv, chip_of, next_power_of_2, num_sms, options
 from batchinfer.kernels.triton.plan import ITEM_FIELDS, Int32s, ItemShape, PlanLimits, TreePlan, plan_tree
-from batchinfer.kernels.triton.variants import DTYPES, LLAMA_8B, SHAPES, ModelShape, Variant
+from batchinfer.kernels.triton.variants import LLAMA_8B, SHAPES, SMOLLM2_135M, ModelShape, Variant
 
 LOG2_E = 1 / math.log(2)
 #: Of a program that merges.
@@ -138,7 +138,7 @@ def tree_attention(
         plan.items, plan.rows, plan.positions, plan.slots, plan.tables, plan.tables.stride(0),
         k_scales, v_scales, multiplier, cap_factor, window or 0,
         **sizes.constexprs(plan.config),
-        **options(chip, plan.config.num_warps),
+        **options(chip, plan.config.num_warps, plan.config.narrow_stages),
     )  # fmt: skip
     if plan.merges.shape[0]:
         constexprs = sizes.merge_constexprs()
@@ -333,20 +333,15 @@ def decode_limits(num_rows: int, shape: ItemShape) -> PlanLimits:
 def aot_variants(chip: Chip) -> list[Variant]:
     gemma = ModelShape("gemma-2-9b", 3584, 14336, 16, 8, 256, 256000)
     qwen = ModelShape("qwen2.5-7b", 3584, 18944, 28, 4, 128, 152064)
-    found = [_variant(chip, dtype, shape) for dtype in (*DTYPES, "fp32") for shape in (*SHAPES, gemma)]
-    found += [_variant(chip, "bf16", qwen), _variant(chip, "bf16", replace(LLAMA_8B, name="head_dim 80", head_dim=80))]
+    phi = ModelShape("phi-2", 2560, 10240, 32, 32, 80, 51200)
+    found = [_variant(chip, "bf16", shape) for shape in (*SHAPES, qwen, phi)]
     found.append(_variant(chip, "bf16", gemma, ", window and cap", has_window=True, has_cap=True))
     found.append(_variant(chip, "bf16", LLAMA_8B, ", fp8 KV", is_fp8=True))
     found += [_variant(chip, "bf16", LLAMA_8B, f", blocks of {size}", block_size=size) for size in (16, 256)]
+    found += [_variant(chip, "fp16", LLAMA_8B), _variant(chip, "fp32", SMOLLM2_135M), _variant(chip, "fp32", gemma)]
+    pointers = {"out": "*bf16", "partial_acc": "*fp32", "partial_sums": "*fp32", "merges": "*i32", "v_scales": "*fp32"}
     for shape in SHAPES:
         sizes = _Sizes(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.qkv, 64, False, False, False)
-        pointers = {
-            "out": "*bf16",
-            "partial_acc": "*fp32",
-            "partial_sums": "*fp32",
-            "merges": "*i32",
-            "v_scales": "*fp32",
-        }
         constexprs = sizes.merge_constexprs()
         found.append(Variant(f"{shape.name}, bf16", merge_partials, pointers, constexprs, options(chip, MERGE_WARPS)))
     return found
@@ -374,4 +369,6 @@ def _variant(
     signature |= dict.fromkeys(("items", "rows", "positions", "slots", "tables"), "*i32")
     signature |= {"table_stride": "i32", "window": "i32", "multiplier": "fp32", "cap_factor": "fp32"}
     label = f"{shape.name}{what}, {dtype}"
-    return Variant(label, attend_items, signature, sizes.constexprs(config), options(chip, config.num_warps))
+    return Variant(
+        label, attend_items, signature, sizes.constexprs(config), options(chip, config.num_warps, config.narrow_stages)
+    )
