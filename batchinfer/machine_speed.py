@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 
-from batchinfer.kernels.cpu.choice import TORCH
+from batchinfer.kernels.cpu.library import INSTRUCTION_SETS
 
 BYTES_READ = 256 << 20  # beyond any cache
 #: (rows, outputs, inputs) of products at which kernels come near their best.
 SHAPES = ((256, 576, 1536), (512, 2048, 2048))
+GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 TIME_S = 0.15  # for each thing tried
 #: Parts of the memory that are read. Each thread reads one piece of it; pieces that begin a power of two apart
 #: would be in the same bank of memory all the way.
@@ -26,7 +27,7 @@ class MachineSpeed:
 
     read_bytes_per_s: float
     torch_flops: float  # matrix product of torch, FLOP/s
-    kernels_flops: float | None  # of the C++ kernels
+    kernels_flops: float | None  # of the C++ kernels; None: others multiply with torch
 
     @property
     def flops_per_s(self) -> float:
@@ -52,16 +53,18 @@ def measure(
     """With torch's current number of threads.
 
     Args:
-        kernels: instruction set, or "torch". They multiply bfloat16 alone.
+        kernels: an instruction set, which multiplies bfloat16 alone; or any others.
         dtype: of the matrices.
     """
     device = torch.device(device)
-    operands = [_operands(shape, dtype, device) for shape in SHAPES]
-    ours = None if kernels == TORCH else [_kernels_product(kernels, *pair) for pair in operands]
+    shapes = GPU_SHAPES if device.type == "cuda" else SHAPES
+    operands = [_operands(shape, dtype, device) for shape in shapes]
+    is_cpp = kernels in INSTRUCTION_SETS
+    ours = [_kernels_product(kernels, *pair) for pair in operands] if is_cpp else None
     return MachineSpeed(
         read_bytes_per_s=_read_rate(kernels, min(BYTES_READ, free_memory_bytes // 4), device),
-        torch_flops=_best_flops([partial(torch.nn.functional.linear, *pair) for pair in operands], device),
-        kernels_flops=None if ours is None else _best_flops(ours, device),
+        torch_flops=_best_flops([partial(torch.nn.functional.linear, *pair) for pair in operands], shapes, device),
+        kernels_flops=None if ours is None else _best_flops(ours, shapes, device),
     )
 
 
@@ -71,9 +74,11 @@ def _operands(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
     return x.to(device, dtype), weight.to(device, dtype)
 
 
-def _best_flops(products: Iterable[Callable[[], object]], device: torch.device) -> float:
+def _best_flops(
+    products: Iterable[Callable[[], object]], shapes: Iterable[tuple[int, int, int]], device: torch.device
+) -> float:
     seconds = (_best_s(product, device) for product in products)
-    return max(2.0 * m * n * k / s for (m, n, k), s in zip(SHAPES, seconds, strict=True))
+    return max(2.0 * m * n * k / s for (m, n, k), s in zip(shapes, seconds, strict=True))
 
 
 def _read_rate(kernels: str, num_bytes: int, device: torch.device) -> float:
@@ -81,7 +86,7 @@ def _read_rate(kernels: str, num_bytes: int, device: torch.device) -> float:
     parts = [data[: int(len(data) * share)] for share in _READ_SHARES]
     rates = [part.nbytes / _best_s(part.sum, device) for part in parts]
     outputs, inputs = data.nbytes // (2 * 16 * 2048) * 16, 2048
-    if kernels != TORCH and outputs:
+    if kernels in INSTRUCTION_SETS and outputs:
         # A product of one row reads the weight and does little else.
         weight = data.view(torch.bfloat16)[: outputs * inputs].view(outputs, inputs)
         x = torch.ones((1, inputs), dtype=torch.bfloat16)

@@ -24,6 +24,11 @@ def test_plain_torch(dtype: torch.dtype) -> None:
     assert speed.read_bytes_per_s > 1e7
 
 
+@pytest.mark.parametrize("kernels", ["triton", "triton-deterministic"])
+def test_kernels_of_a_gpu_are_not_looked_for_among_those_of_the_cpu(kernels: str) -> None:
+    assert measure(kernels, 1 << 30).kernels_flops is None
+
+
 @pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
 def test_each_build_of_the_kernels(kernels: str) -> None:
     speed = measure(kernels, 1 << 30)
