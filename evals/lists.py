@@ -26,6 +26,8 @@ class ListColumn:
             raise InputError(f"a column of token ids or logprobs has type {column.type}: {error}") from error
         if isinstance(lists, pa.ChunkedArray):  # what combine_chunks makes of a column without chunks
             lists = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], lists.type)
+        if np.issubdtype(dtype, np.integer) and lists.flatten().null_count:
+            raise InputError("a column of token ids has a null in a list")
         self._offsets = lists.offsets.to_numpy()
         self._values = lists.values.to_numpy(zero_copy_only=False)
         self._is_null = lists.is_null().to_numpy(zero_copy_only=False)

@@ -93,7 +93,7 @@ def _count_different(
         return None
     cells_before = cell_keys(before.table.column(mine).take(rows_before))
     cells_after = cell_keys(after.table.column(theirs).take(rows_after))
-    return sum(a != b for a, b in zip(cells_before, cells_after, strict=True))
+    return sum(a is not b and a != b for a, b in zip(cells_before, cells_after, strict=True))
 
 
 def _ids(run: RunOutput, rows: Rows) -> list[Any]:

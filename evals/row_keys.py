@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+#: One object for all: NaN equals nothing, but containers take an object for equal to itself.
+NAN = float("nan")
+
+
 @dataclass(frozen=True, slots=True)
 class RowKeys:
     """For each row of either file the key of its input row, the same for all samples of it.
@@ -60,6 +64,8 @@ def cell_keys(column: pa.ChunkedArray | pa.Array) -> list[Hashable]:
 
 
 def _hashable(value: Any) -> Hashable:
+    if isinstance(value, float) and value != value:
+        return NAN
     return repr(value) if isinstance(value, (list, dict)) else value
 
 
@@ -77,7 +83,12 @@ def _common_ids(before: RunOutput, after: RunOutput) -> tuple[list[Hashable], li
             f"and {columns[1].type} in {after.identity.path}: no row would find its pair; "
             "convert one of them, or choose another column with --id-column"
         )
-    return cell_keys(columns[0]), cell_keys(columns[1])
+    return _ids(columns[0]), _ids(columns[1])
+
+
+def _ids(column: pa.ChunkedArray) -> list[Hashable]:
+    """NaN is what some writers make of a missing number."""
+    return [None if key is NAN else key for key in cell_keys(column)]
 
 
 def _contents(before: RunOutput, after: RunOutput) -> tuple[tuple[list[Hashable], list[Hashable]] | None, str]:

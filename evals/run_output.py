@@ -30,6 +30,14 @@ _RESULTS = (
     "prompt_logprobs",
     "error",
 )
+#: In such files a column of the name may hold something else.
+_TYPES = {
+    "sample_index": "integer",
+    "output_token_ids": "list of integers",
+    "finish_reason": "text",
+    "num_output_tokens": "integer",
+    "logprobs": "list of floats",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,7 @@ def load_run_output(
     table = table.cast(storage_schema(table.schema))  # rows of views cannot be taken
     metadata = run_metadata(table.schema, name)
     results = _find_results(table.schema, output_column, name)
+    _check_values(table, results, name)
     inputs = [column for column in table.column_names if column not in results.values()]
     columns = metadata.get("input", {}).get("columns", {})
     return RunOutput(
@@ -128,7 +137,7 @@ def _find_results(schema: pa.Schema, output_column: str | None, name: str) -> di
 
     # Of a run over the output of another run the later columns are its own.
     said = {f.metadata[_KEY].decode(): f.name for f in schema if f.metadata and _KEY in f.metadata}
-    results = said or {result: result for result in _RESULTS if result in schema.names}
+    results = said or {result: result for result in _RESULTS if result in schema.names and _fits(schema, result)}
     if output_column is not None:
         if output_column not in schema.names:
             raise InputError(f"--output-column {output_column}: {name} has no such column. {_columns(schema)}")
@@ -144,6 +153,29 @@ def _find_results(schema: pa.Schema, output_column: str | None, name: str) -> di
     if not is_text(type_):
         raise InputError(f"{name}: column {results['output']!r} must hold text, not {type_}")
     return results
+
+
+def _fits(schema: pa.Schema, result: str) -> bool:
+    import pyarrow.types as pt
+
+    from batchinfer.dataset.columns import is_token_ids
+    from batchinfer.dataset.row_params import is_list, is_text
+
+    type_ = schema.field(result).type
+    fits = {
+        "integer": pt.is_integer(type_),
+        "text": is_text(type_),
+        "list of integers": is_token_ids(type_),
+        "list of floats": is_list(type_) and pt.is_floating(type_.value_type),
+    }
+    return result not in _TYPES or bool(fits[_TYPES[result]])
+
+
+def _check_values(table: pa.Table, results: Mapping[str, str], name: str) -> None:
+    """What a run never writes, and other files may hold."""
+    place = results.get("sample_index")
+    if place is not None and table.column(place).null_count:
+        raise InputError(f"{name}: column {place!r} must tell the sample of every row, and is null in some")
 
 
 def _prompt_column(columns: Mapping[str, str], inputs: list[str]) -> str | None:

@@ -41,7 +41,7 @@ def slice_metrics(
         keys_array = np.empty(len(keys), dtype=object)
         keys_array[:] = keys
         for value, _ in counts[:MAX_SLICES]:
-            is_in = np.array([key == value for key in keys_array], dtype=bool)
+            is_in = np.array([key is value or key == value for key in keys_array], dtype=bool)
             results += [_slice(one, pairs, is_in, column, str(value), seed) for one in scores]
     return results, notices
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.errors import InputError
+from batchinfer.evals import compare
 from batchinfer.evals.pairing import pair_rows
 from batchinfer.evals.run_output import load_run_output
 
@@ -98,6 +99,18 @@ def test_rows_with_a_null_id_pair_by_their_prompt(make_run) -> None:
     assert pairs.notes == ("1 rows before and 1 after have no id: paired by prompt",)
 
 
+def test_nan_is_a_missing_id_and_equals_itself_elsewhere(make_run) -> None:
+    nan = float("nan")
+    inputs = {"id": [1.0, nan, nan], "prompt": ["a", "b", "c"], "x": [nan, nan, 2.0]}
+    run = make_run(["x", "y", "z"], inputs)
+    shuffled = run.take([2, 0, 1])
+    pairs = paired(run, shuffled)
+    assert pairs.before.texts == pairs.after.texts == ["x", "y", "z"]
+    assert paired(run.drop_columns(["id", "prompt"]), run.drop_columns(["id", "prompt"])).num_unpaired_after == 0
+    result = compare(run, shuffled, metrics=["length"], slice_by=["x"])
+    assert {(one.value, one.n) for one in result.slices} == {("nan", 2), ("2.0", 1)}
+
+
 def test_different_prompts_under_one_id_are_counted(make_run) -> None:
     before = make_run(["1", "2"], {"id": ["a", "b"], "prompt": ["p", "q"]})
     after = make_run(["1", "2"], {"id": ["a", "b"], "prompt": ["p", "other"]})
@@ -145,6 +158,33 @@ def test_a_file_without_outputs_is_refused_naming_its_columns(make_run) -> None:
         load_run_output(pa.table({"output": [1]}))
     run = load_run_output(pa.table({"text": ["a"], "output": ["b"]}), output_column="text")
     assert run.results == {"output": "text"}
+
+
+def test_columns_of_other_files_are_results_if_they_can_be() -> None:
+    """Whatever else goes by the name of a result is an input column like any other."""
+    odd = {
+        "output": ["a", "b"],
+        "sample_index": ["first", "second"],
+        "output_token_ids": ["1 2", "3"],
+        "finish_reason": [1, 2],
+        "num_output_tokens": [float("nan"), -5.0],
+        "logprobs": [1.5, 2.5],
+    }
+    run = load_run_output(pa.table(odd))
+    assert run.results == {"output": "output"}
+    assert run.input_columns == [name for name in odd if name != "output"]
+    assert len(paired(pa.table(odd), pa.table(odd))) == 2
+    fine = {"output": ["a"], "sample_index": [0], "output_token_ids": [[1]], "logprobs": [[-0.5]]}
+    assert set(load_run_output(pa.table(fine)).results) == set(fine)
+
+
+def test_results_that_no_run_writes_are_refused() -> None:
+    samples = pa.table({"output": ["a", "b"], "sample_index": [0, None]})
+    with pytest.raises(InputError, match="'sample_index' must tell the sample of every row"):
+        load_run_output(samples, name="x.parquet")
+    ids = pa.table({"id": [1], "output": ["a"], "output_token_ids": [[1, None]]})
+    with pytest.raises(InputError, match="a null in a list"):
+        paired(ids, ids)
 
 
 def test_prefixed_results_are_found_by_their_fields(make_run) -> None:
