@@ -12,8 +12,13 @@ from gpu_setup import Check, NoText, run_part
 if TYPE_CHECKING:
     from batchinfer.models.weights import DecoderWeights
 
-#: Implementations of attention that need nothing beside torch; None: transformers chooses.
-IMPLEMENTATIONS = (None, "paged|sdpa", "sdpa_paged")
+#: How attention is tried: as transformers chooses, which is flash attention where it finds it; with torch alone; and
+#: by an implementation's name in older releases.
+ATTENTION: dict[str, dict[str, Any]] = {
+    "as transformers chooses": {},
+    "sdpa": {"auto_switch_to_flash": False},
+    "sdpa_paged": {"implementation": "sdpa_paged"},
+}
 
 
 def make_peer(check: Check) -> Any:
@@ -82,38 +87,46 @@ def weights_of(peer: Any) -> DecoderWeights:
     )
 
 
-def generate(check: Check, peer: Any, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+def generate(
+    check: Check, peer: Any, prompts: list[list[int]], *, implementation: str | None = None, **batching: Any
+) -> tuple[float, list[list[int]]]:
     """Seconds of a second run through `generate_batch`, and each prompt's tokens."""
     from transformers import GenerationConfig
+
+    if implementation is not None:
+        peer.set_attn_implementation(implementation)
 
     settings = GenerationConfig(
         max_new_tokens=check.sizes.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    options: dict[str, Any] = {}
     if check.sizes.is_dry:  # by itself it takes most of the memory that is free
+        batching |= {"num_blocks": 8, "max_batch_tokens": 64}
+    options: dict[str, Any] = {}
+    if batching:
         from transformers import ContinuousBatchingConfig
 
-        options["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    for _ in range(1 if check.sizes.is_dry else 2):
-        began = time.perf_counter()
-        found = peer.generate_batch(inputs=prompts, generation_config=settings, **options)
-        seconds = time.perf_counter() - began
+        options["continuous_batching_config"] = ContinuousBatchingConfig(**batching)
+    try:
+        for _ in range(1 if check.sizes.is_dry else 2):  # the second finds pool and graphs of the first
+            began = time.perf_counter()
+            found = peer.generate_batch(inputs=prompts, generation_config=settings, persistent_manager=True, **options)
+            seconds = time.perf_counter() - began
+    finally:
+        peer.destroy_cached_continuous_batching_manager()
     tokens = [list(output.generated_tokens) for output in found.values()]
     if len(tokens) != len(prompts) or not all(tokens):
         raise RuntimeError(f"{len(tokens)} of {len(prompts)} prompts came back, {sum(map(bool, tokens))} with tokens")
     return seconds, tokens
 
 
-def run_peer(check: Check, peer: Any, prompts: list[list[int]]) -> tuple[float, list[list[int]], str | None]:
-    """With the first implementation of attention that works; its name."""
+def run_peer(check: Check, peer: Any, prompts: list[list[int]]) -> tuple[float, list[list[int]], str]:
+    """With the first way of attention that works; its name."""
     errors = []
-    for implementation in IMPLEMENTATIONS:
+    for name, options in ATTENTION.items():
         try:
-            if implementation is not None:
-                peer.set_attn_implementation(implementation)
-            return *generate(check, peer, prompts), implementation
+            return *generate(check, peer, prompts, **options), name
         except Exception as error:
-            errors.append(f"{implementation}: {type(error).__name__}: {str(error)[:200]}")
+            errors.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
     raise RuntimeError("generate_batch does not work here: " + "; ".join(errors))
 
 
@@ -165,10 +178,11 @@ def part(check: Check) -> None:
     gc.collect()  # our pool
     torch.cuda.empty_cache()
     with report.guarded("generate_batch"):
-        peer_seconds, peer_tokens, implementation = run_peer(check, peer, prompts)
+        peer_seconds, peer_tokens, attention = run_peer(check, peer, prompts)
         same_first = sum(a[0] == b[0] for a, b in zip(tokens, peer_tokens, strict=True))
         report.put(
-            peer_attention=implementation or "as transformers chooses",
+            peer_attention=attention,
+            peer_implementation=peer.config._attn_implementation,
             peer_s=peer_seconds,
             peer_output_tokens_per_s=sum(map(len, peer_tokens)) / peer_seconds,
             times_peer=peer_seconds / seconds,

@@ -26,10 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_importable() -> None:
-    """The checkout as it lies: its kernels/ and evals/ import as parts of batchinfer, installed or not."""
-    sys.path.insert(0, str(ROOT))
-    import batchinfer
+    """The checkout as it lies: its kernels/ and evals/ import as parts of batchinfer, installed or not.
 
+    It does not stay on sys.path: transformers would take kernels/ for a library of Hugging Face's.
+    """
+    sys.path.insert(0, str(ROOT))
+    try:
+        import batchinfer
+    finally:
+        sys.path.remove(str(ROOT))
     if str(ROOT) not in batchinfer.__path__:
         batchinfer.__path__.append(str(ROOT))
 
@@ -178,6 +183,7 @@ def run_part(part: Callable[[Check], None]) -> None:
     args = parser.parse_args()
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded; asking for it would take time
     make_importable()
     import torch
 
