@@ -66,6 +66,8 @@ class TritonDecoder:
         self.weights = weights
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton launches, and graphs are recorded, on the current one
         self.kernels = TRITON_DETERMINISTIC if deterministic else TRITON
         self._max_model_len = max_model_len
         cos, sin = rope_tables(spec.rope, max_model_len)

@@ -86,6 +86,15 @@ def random_prompts(check: Check) -> list[list[int]]:
     return np.random.default_rng().integers(0, check.spec.vocab_size, shape).tolist()
 
 
+def kv_limit_bytes(check: Check, model: Any) -> int:
+    """What an engine would take for its pool."""
+    from batchinfer.config import EngineConfig
+    from batchinfer.engine.kv_memory import CudaMemory, KVMemory
+
+    memory = KVMemory(model, check.spec.max_position, CudaMemory(check.device))
+    return memory.limit_bytes(EngineConfig(max_batch_tokens=check.sizes.prefill_tokens))
+
+
 def part(check: Check) -> None:
     from batchinfer.kernels.triton.decoder import TritonDecoder
 
@@ -98,6 +107,9 @@ def part(check: Check) -> None:
         measure_decode(check, model, ceilings)
     with report.guarded("prefill"):
         measure_prefill(check, model, product_seconds(check, sizes.prefill_tokens))
+    if check.device.type == "cuda":
+        with report.guarded("kv memory"):
+            report.put(kv_limit_bytes=kv_limit_bytes(check, model))
     with report.guarded("engine"):
         seconds, _ = run_engine(check, model, random_prompts(check))
         report.put(
