@@ -32,6 +32,7 @@ from batchinfer.types import Completion, Prompt
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from batchinfer.job_run import JobRun
     from batchinfer.models.source import ModelSource
     from batchinfer.output.manifest import Manifest
     from batchinfer.output.place import JobPlace
@@ -135,6 +136,7 @@ class _Job:
         self.progress = progress
         self.tally = tally
         self.check_interrupt = check_interrupt
+        self.running: JobRun | None = None
 
     def run(
         self,
@@ -195,7 +197,7 @@ class _Job:
                 settings, rows, model, digests, params, manifest.engine_settings, counted, manifest.engine, job
             )
 
-        run = JobRun(settings, rows, store, tally, self.progress, self.check_interrupt, describe)
+        run = self.running = JobRun(settings, rows, store, tally, self.progress, self.check_interrupt, describe)
         run.check_row_errors()
         if not run.is_all_written:
             with tally.timed("load"):
@@ -302,9 +304,7 @@ class _Job:
 
     def _leave(self, store: JobStore, rows: InputRows, error: BaseException) -> None:
         """Keep what there is and say how to go on; if there is nothing, leave no trace."""
-        from batchinfer.job_run import num_rows_kept
-
-        kept = num_rows_kept(store)
+        kept = self.tally.earlier.num_rows if self.running is None else self.running.num_rows_kept
         if store.is_new and not kept and not store.manifest.parts:
             with suppress(OSError):
                 store.abandon()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from batchinfer.errors import InputError
@@ -57,13 +58,29 @@ class InputRows:
 def check_is_no_input(settings: JobSettings) -> None:
     """Refuse an output that would replace a file of the input, which --overwrite does not mean. Raises InputError."""
     from batchinfer.dataset.source import reads_file
+    from batchinfer.output.place import JobPlace
 
     assert settings.output is not None
+    if JobPlace.of(settings.output).kind == "folder":
+        _check_folders_are_apart(settings.prompts, settings.output)
     if reads_file(settings.prompts, settings.output):
         raise InputError(
             f"output {settings.output} is a file of the input {settings.prompts}, which it would replace: "
             "choose another name"
         )
+
+
+def _check_folders_are_apart(prompts: str, output: Path) -> None:
+    """Parts would be read as prompts by the run that continues the job, and --overwrite would remove prompts."""
+    from batchinfer.dataset.parquet import find_parquet_files
+
+    target = output.resolve()
+    if Path(prompts).is_dir() and Path(prompts).resolve() in (target, *target.parents):
+        raise InputError(f"output {output} lies in the folder of the input {prompts}: choose another folder")
+    if target.is_dir() and Path(prompts).exists():
+        inside = [path for path in find_parquet_files(prompts) if target in path.resolve().parents]
+        if inside:
+            raise InputError(f"{inside[0]} of the input lies in output {output}: choose another folder")
 
 
 def open_input(settings: JobSettings, window_rows: int | None = None) -> InputRows:

@@ -59,16 +59,22 @@ class JobRun:
         self._describe = describe
         self._clock = clock
         self._num_pending = 0
+        self._num_complete = 0  # rows, by this run
+        self._num_safe = 0  # of which are durable
         self._flushed_s = clock()
         self._earlier_engine = dict(store.manifest.engine)
         self._engine: EngineLike | None = None
         self._waited_s: float | None = None  # for the first window
 
     @property
+    def num_rows_kept(self) -> int:
+        """Complete rows that a kill would not lose now."""
+        return self._tally.earlier.num_rows + self._num_safe
+
+    @property
     def is_all_written(self) -> bool:
         manifest = self._store.manifest
-        num_written = sum(part.num_rows for part in manifest.parts.values())
-        return manifest.num_rows is not None and num_written == manifest.num_rows
+        return self._num_rows() == sum(part.num_rows for part in manifest.parts.values())
 
     def run(self, engine: EngineLike, model: ModelSource, params: ResolvedParams) -> None:
         """Raises what the engine, the input and the disk raise; what had come in is flushed before."""
@@ -84,7 +90,7 @@ class JobRun:
             window_rows=manifest.window_rows,
         )
         self._windows = OpenWindows(
-            lambda start: source(start=start), manifest.window_rows, self._rows.source.num_rows, self._store.journals
+            lambda start: source(start=start), manifest.window_rows, self._num_rows(), self._store.journals
         )
         began = time.perf_counter()
         others = {stage: tally.seconds[stage] for stage in ("journal", "write")}
@@ -97,12 +103,22 @@ class JobRun:
                     self._take(completion)
             self._commit_complete()
             self._check_all_written()
-        finally:
-            spent_s = sum(tally.seconds[stage] - before for stage, before in others.items())
-            tally.seconds["run"] += max(0.0, time.perf_counter() - began - spent_s - (self._waited_s or 0.0))
-            tally.add_engine(engine.stats)
+        except BaseException as error:
+            self._save(error)
+            raise
+        spent_s = sum(tally.seconds[stage] - before for stage, before in others.items())
+        tally.seconds["run"] += max(0.0, time.perf_counter() - began - spent_s - (self._waited_s or 0.0))
+        tally.add_engine(engine.stats)
+        self._store.note(self._engine_counts())
+
+    def _save(self, error: BaseException) -> None:
+        """Flush before the run ends with `error`, which the disk's own troubles do not replace."""
+        try:
             self._flush()
             self._store.note(self._engine_counts())
+        except OSError as failed:
+            if failed is not error and str(failed) != str(error):
+                error.add_note(str(failed))
 
     def check_row_errors(self) -> None:
         """Raises RowErrorsError."""
@@ -118,7 +134,7 @@ class JobRun:
     def _take(self, completion: Completion) -> None:
         window = self._windows.of(completion)
         self._tally.add_completion(completion)
-        window.take(completion)
+        self._num_complete += window.take(completion)
         self._num_pending += 1
         if not window.num_rows_left:
             self._commit(window)
@@ -147,6 +163,7 @@ class JobRun:
                     journal.append(to_batch(window.pending, window.pending_num_samples(), journal.schema))
                     window.pending = []
         self._num_pending = 0
+        self._num_safe = self._num_complete
         self._flushed_s = self._clock()
 
     def _commit_complete(self) -> None:
@@ -173,6 +190,15 @@ class JobRun:
         if self._engine is not None:
             now.add_engine(self._engine.stats)
         return {name: self._earlier_engine.get(name, 0) + count for name, count in now.engine_counts().items()}
+
+    def _num_rows(self) -> int | None:
+        """Of the input: a stream's are known when its last window, which is shorter, is written."""
+        manifest = self._store.manifest
+        if manifest.num_rows is None and manifest.parts:
+            last, part = max(manifest.parts.items())
+            if part.num_rows < manifest.window_rows:
+                return manifest.first_row(last) + part.num_rows
+        return manifest.num_rows
 
     def _check_all_written(self) -> None:
         for window in self._windows:
@@ -208,14 +234,3 @@ def earlier_counts(store: JobStore) -> RowCounts:
 
     journaled = (JournaledResults(journal.batches).counts() for journal in store.journals.values())
     return sum(journaled, store.manifest.counts())
-
-
-def num_rows_kept(store: JobStore) -> int:
-    """Complete rows that are safe, as the disk has them now."""
-    from batchinfer.output.journal import read_journal
-    from batchinfer.output.journaled import JournaledResults
-
-    count = store.manifest.counts().num_rows
-    for path in store.place.state.glob("journal-*.bin"):
-        count += len(JournaledResults(read_journal(path).batches).complete_rows)
-    return count

@@ -190,7 +190,8 @@ def test_what_cannot_alter_results_may_differ(jobs: Jobs) -> None:
         kv_memory="1MiB",
         block_size=16,
         threads=1,
-        policy="fcfs",
+        policy="priority",
+        priority_column="note",
         prefix_sharing=False,
         flush_rows=2,
         flush_seconds=0.5,
@@ -493,6 +494,16 @@ def test_a_folder_that_holds_other_things_is_refused(jobs: Jobs, name: str) -> N
         with pytest.raises(InputError, match=r"holds precious\.parquet, which no job wrote"):
             jobs.run(overwrite=overwrite)
     assert (jobs.folder / "folder" / "precious.parquet").read_bytes() == b"x"
+
+
+def test_an_output_folder_and_the_input_s_are_apart(jobs: Jobs) -> None:
+    with pytest.raises(InputError, match=r"output .*/out lies in the folder of the input .*: choose another folder"):
+        jobs.run(prompts=str(jobs.folder))
+    jobs.run()
+    part = jobs.output / "part-00000.parquet"
+    with pytest.raises(InputError, match=r"part-00000\.parquet of the input lies in output .*: choose another folder"):
+        jobs.run(prompts=str(part), overwrite=True, output_prefix="again_")
+    assert part.exists()
 
 
 def test_an_empty_folder_may_be_the_output(jobs: Jobs) -> None:
