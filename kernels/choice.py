@@ -71,6 +71,8 @@ def unsupported(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> 
 
     if device.type not in ("cuda", "cpu"):
         return f"the device is {device}"
+    if device.type == "cuda" and is_interpreted():
+        return f"{INTERPRET_VARIABLE} is set, so Triton would interpret its kernels on the CPU: unset it"
     if device.type == "cpu" and not is_interpreted():
         return f"on a CPU Triton only interprets its kernels, very slowly, for tests: set {INTERPRET_VARIABLE}=1"
     if device.type == "cpu" and dtype == torch.bfloat16:

@@ -200,7 +200,8 @@ def test_a_gpu_is_told_with_its_kernels(report: doctor.Report, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: H200())
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.delenv("BATCHINFER_KERNELS", raising=False)
+    for name in ("BATCHINFER_KERNELS", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
     launch._gpu.cache_clear()
     try:
         gpus = doctor.examine_gpus()

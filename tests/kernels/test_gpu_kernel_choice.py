@@ -124,6 +124,13 @@ def test_triton_on_a_cpu_is_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> 
         choose_kernels(SMALL_SPEC, BF16, CPU)
 
 
+def test_the_interpreter_is_not_for_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.INTERPRET_VARIABLE, "1")
+    chosen = choose_kernels(SMALL_SPEC, BF16, GPU)
+    assert (chosen.name, chosen.is_missing) == (TORCH, True)
+    assert "TRITON_INTERPRET is set" in str(chosen.reason)
+
+
 def test_the_interpreter_alone_changes_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.INTERPRET_VARIABLE, "1")
     assert choose_kernels(SMALL_SPEC, FP32, CPU).name == TORCH
