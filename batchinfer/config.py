@@ -15,7 +15,9 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine runs. None of these changes a token or a logprob, except `dtype`, `device` and `deterministic`.
+    """How the engine runs. None of these changes a token or a logprob, except `dtype` and `device`.
+
+    On a GPU that takes `deterministic`: without it, what runs beside a row may change its last bits.
 
     Attributes:
         dtype: of weights and KV. "auto": bfloat16 where the checkpoint is 16-bit or quantised and
