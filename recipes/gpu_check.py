@@ -32,7 +32,7 @@ LIMIT_S = 345.0
 #: What a part needs before there is any use in starting it.
 LEAST_S = 5.0
 #: Characters of a part's stderr that are kept when it fails.
-TAIL = 1500
+TAIL = 800
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, interpreted on the CPU")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which, separated by commas: {', '.join(PARTS)}")
+    parser.add_argument("--output", type=Path, help="write the JSON object to this file too")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for all parts together")
     args = parser.parse_args(arguments)
     names = args.parts.split(",")
@@ -105,7 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": round(time.monotonic() - began, 1),
         "parts": {name: asdict(outcomes[name]) for name in names},
     }
-    print(json.dumps(_strict(result), allow_nan=False))
+    text = json.dumps(_strict(result), allow_nan=False)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    print(text)
     return 0
 
 

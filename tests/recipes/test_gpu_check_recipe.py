@@ -126,11 +126,16 @@ def test_no_part_begins_when_the_time_is_over(
 
 
 def test_without_a_gpu_it_says_so(
-    recipe: ModuleType, parts: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: ModuleType,
+    parts: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts(one=WRITE)
     monkeypatch.setattr(recipe, "find_chip", lambda: None)
-    found = run(recipe, capsys)
+    found = run(recipe, capsys, "--output", str(tmp_path / "check.json"))
+    assert json.loads((tmp_path / "check.json").read_text()) == found
     assert not found["passed"]
     assert found["chip"] is None
     assert found["parts"]["one"]["problems"] == ["torch finds no GPU here; --dry-run needs none"]
