@@ -15,6 +15,7 @@ from batchinfer.dataset.windows import StreamSource, check_limit, limited
 from batchinfer.errors import InputError
 
 _STEP_ROWS = 1024
+_STEP_BYTES = 64 * 2**20
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -119,10 +120,17 @@ def from_hf_dataset(dataset: Any, limit: int | None = None, name: str = "the dat
     def tables(start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
         some = dataset.with_format(None) if columns is None else dataset.with_format(None).select_columns(columns)
         arrow = some.with_format("arrow")
-        for first in range(start, num_rows, _STEP_ROWS):
-            yield from _rows_of(arrow, first, min(first + _STEP_ROWS, num_rows))
+        step = _step_rows(some)
+        for first in range(start, num_rows, step):
+            yield from _rows_of(arrow, first, min(first + step, num_rows))
 
     return StreamSource(name, schema, num_rows, tables)
+
+
+def _step_rows(dataset: Any) -> int:
+    """As many rows as take some megabytes: selections are copied."""
+    row_bytes = dataset.data.nbytes / max(len(dataset.data), 1)
+    return max(1, min(_STEP_ROWS, int(_STEP_BYTES / max(row_bytes, 1))))
 
 
 def _rows_of(arrow: Any, first: int, end: int) -> Iterator[pa.Table]:

@@ -16,10 +16,11 @@ from batchinfer.dataset.windows import StreamSource, check_column_names, limited
 from batchinfer.errors import InputError
 
 MAGIC = b"PAR1"
-# Rows decoded at once. A nested column whose strings pass 2 GiB in one batch cannot be decoded
-# ("Nested data conversions not implemented for chunked array outputs"), and sizes in the footer do
-# not tell: repeated values are stored once. So batches are small, and smaller on that error.
-_BATCH_ROWS = (1024, 16, 1)
+# Rows decoded at once. How large they are shows only then: what the footer tells is less where values are
+# repeated, which are stored once. A pass begins with few rows, and goes on with as many as take about so many bytes.
+_BATCH_ROWS = (1024, 256, 64, 16, 4, 1)
+_FIRST_ROWS = 16
+_BATCH_BYTES = 32 * 2**20
 
 
 def find_parquet_files(spec: str) -> list[Path]:
@@ -134,15 +135,40 @@ def _check_same_fields(schema: pa.Schema, first: Path, other: pa.Schema, path: P
         raise InputError(f"{path} has column {extra[0]!r} ({other.field(extra[0]).type}), which {first} lacks")
 
 
+class _Pace:
+    """How many rows of a pass are decoded at once."""
+
+    def __init__(self) -> None:
+        self.batch_rows = _FIRST_ROWS
+        self._may_grow = True  # once: going back and forth would decode rows again and again
+
+    def note(self, batch: pa.RecordBatch) -> bool:
+        """Whether the next batches should have another size than this one; `batch_rows` is it then."""
+        fitting = _BATCH_BYTES * batch.num_rows / max(batch.nbytes, 1)
+        rows = next((rows for rows in _BATCH_ROWS if rows <= fitting), 1)
+        is_first, self._may_grow = self._may_grow, False
+        if rows < self.batch_rows or (rows > self.batch_rows and is_first):
+            self.batch_rows = rows
+            return True
+        return False
+
+    def halve(self) -> bool:
+        """Whether there is a smaller size, which `batch_rows` is then."""
+        smaller = [rows for rows in _BATCH_ROWS if rows < self.batch_rows]
+        self.batch_rows = smaller[0] if smaller else self.batch_rows
+        return bool(smaller)
+
+
 def _read_files(files: Sequence[_File], start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
     """All rows from row `start` on; files and row groups before it are not opened or decoded."""
+    pace = _Pace()
     for file in files:
         if start < file.num_rows:
-            yield from _read_file(file, start, columns)
+            yield from _read_file(file, start, columns, pace)
         start = max(start - file.num_rows, 0)
 
 
-def _read_file(file: _File, start: int, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+def _read_file(file: _File, start: int, columns: Sequence[str] | None, pace: _Pace) -> Iterator[pa.Table]:
     file.stamp.check(file.path)
     group = row = 0
     try:
@@ -150,7 +176,7 @@ def _read_file(file: _File, start: int, columns: Sequence[str] | None) -> Iterat
         with pq.ParquetFile(file.path, pre_buffer=False, page_checksum_verification=True) as parquet:
             for group, num_rows in enumerate(file.group_rows):
                 if start < row + num_rows:
-                    for table in _read_row_group(parquet, group, max(start - row, 0), columns):
+                    for table in _read_row_group(parquet, group, max(start - row, 0), columns, pace):
                         start = max(start, row) + table.num_rows
                         yield table
                 row += num_rows
@@ -160,22 +186,26 @@ def _read_file(file: _File, start: int, columns: Sequence[str] | None) -> Iterat
 
 
 def _read_row_group(
-    parquet: pq.ParquetFile, group: int, start: int, columns: Sequence[str] | None
+    parquet: pq.ParquetFile, group: int, start: int, columns: Sequence[str] | None, pace: _Pace
 ) -> Iterator[pa.Table]:
     """The rows of one row group from its row `start` on."""
     names = None if columns is None else list(columns)
-    for batch_rows in _BATCH_ROWS:
+    num_rows = parquet.metadata.row_group(group).num_rows
+    while start < num_rows:
         num_skip = start
         try:
-            for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=names):
+            for batch in parquet.iter_batches(pace.batch_rows, row_groups=[group], columns=names):
                 part = batch.slice(num_skip) if num_skip < batch.num_rows else batch.slice(0, 0)
                 num_skip -= batch.num_rows - part.num_rows
                 start += part.num_rows
                 if part.num_rows:
                     yield pa.Table.from_batches([part])
-            return
-        except pa.ArrowNotImplementedError:
-            if batch_rows == _BATCH_ROWS[-1]:
+                    if pace.note(part):
+                        break
+            else:
+                return  # also where the group has fewer rows than its footer says
+        except pa.ArrowNotImplementedError:  # nested strings of more than 2 GiB in one batch
+            if not pace.halve():
                 raise
 
 

@@ -32,8 +32,10 @@ def file_metadata(schema: pa.Schema, more: Mapping[str, str]) -> dict[bytes, byt
 def row_groups(table: pa.Table, rows: _Rows, num_bytes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Ranges of results, each of `num_bytes`, that become one row group each; `rows` is each one's place in `table`."""
     result_bytes = np.concatenate([[0], np.cumsum(num_bytes)])
-
-    def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    # Not a nested function that calls itself: such a one holds the table until the garbage collector comes by.
+    left = [(0, len(rows))] if len(rows) else []
+    while left:
+        start, stop = left.pop()
         count = stop - start
         part = table.slice(rows[start], rows[stop - 1] - rows[start] + 1)
         num_copies = int(np.bincount(rows[start:stop] - rows[start]).max())
@@ -42,13 +44,9 @@ def row_groups(table: pa.Table, rows: _Rows, num_bytes: npt.NDArray[np.int64]) -
         is_large = total_bytes > GROUP_BYTES and count > _MIN_GROUP_ROWS
         if count > 1 and (is_large or count > GROUP_ROWS or total_bytes > _MAX_TAKE_BYTES):
             middle = start + count // 2
-            yield from split(start, middle)
-            yield from split(middle, stop)
+            left += [(middle, stop), (start, middle)]
         else:
             yield start, stop
-
-    if len(rows):
-        yield from split(0, len(rows))
 
 
 def num_slice_bytes(column: pa.ChunkedArray) -> int:

@@ -419,7 +419,36 @@ def test_nested_batches_that_are_too_large_to_decode_are_read_in_smaller_ones(
 
     monkeypatch.setattr(parquet_module.pq.ParquetFile, "iter_batches", fails_above_16_rows)
     assert ids(open_source(str(path))) == list(range(3000))
-    assert sizes == [1024, 16]
+    assert sizes == [16, 1024, 256, 64, 16]
+
+
+@pytest.mark.parametrize(
+    ("cell_bytes", "sizes"),
+    [
+        ([10] * 3000, [16, 1024]),
+        ([50_000] * 300, [16]),
+        ([10] * 1100 + [50_000] * 2900, [16, 1024, 16]),
+        ([10**7] * 3, [16, 1]),
+    ],
+)
+def test_rows_are_decoded_a_few_megabytes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell_bytes: list[int], sizes: list[int]
+) -> None:
+    """Whatever the footer says: equal values are stored once."""
+    table = pa.table({"id": range(len(cell_bytes)), "x": [b"x" * n for n in cell_bytes]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4000)
+    monkeypatch.setattr(parquet_module, "_BATCH_BYTES", 2**20)
+    iter_batches = pq.ParquetFile.iter_batches
+    seen: list[int] = []
+
+    def noted(self, batch_size, **kwargs):
+        seen.append(batch_size)
+        return iter_batches(self, batch_size, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    tables = list(open_source(str(tmp_path / "a.parquet")).read_rows(0))
+    assert pa.concat_tables(tables).equals(table)
+    assert seen == (sizes if sizes != [16, 1] else [16])  # of which the first holds all rows
 
 
 def test_a_table_and_a_data_frame_in_memory() -> None:
