@@ -25,7 +25,8 @@ run_job(
     engine_factory=lambda model, config: FakeEngine(model, config),
     resolve=lambda name: FakeModelSource(),
 )
-print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]))  # ru_maxrss is the parent's
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())  # ru_maxrss begins at the parent's
+print(1024 * int(peak[1]))
 """
 
 
