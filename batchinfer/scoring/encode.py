@@ -157,7 +157,9 @@ class TextEncoder:
         if first >= len(ids):
             return ScoreItem.empty("the continuation has no token with a context: --bos always gives it one")
         spans = ((first, len(ids)),)
-        if first == num_shared == len(context_ids) and not self.tokenizer.special_ids.intersection(ids[first:].tolist()):
+        if first == num_shared == len(context_ids) and not self.tokenizer.special_ids.intersection(
+            ids[first:].tolist()
+        ):
             return ScoreItem(ids, spans, len(continuation.encode()), len(continuation.split()))
         text = context + continuation
         _, ends = self._framed(self.tokenizer.encode_with_ends([text], self.bos != "never")[0])
