@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import re
 import subprocess
 import tempfile
 import time
@@ -25,7 +25,7 @@ from typing import Any
 
 import publish
 
-SAMPLE_S = 0.25
+SAMPLE_S = 0.1
 _MIB = 2**20
 
 
@@ -34,7 +34,7 @@ class Measured:
     """One run.
 
     Attributes:
-        peak_bytes: of the resident set, as the system counted it.
+        peak_bytes: of the resident set, as the system counted it up to the last sample.
         samples: (seconds since the start, bytes of the resident set).
     """
 
@@ -151,27 +151,27 @@ def run(args: argparse.Namespace, prompts: Path, model: str, output: Path) -> Me
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        samples = []
-        while True:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
-            samples.append((time.monotonic() - began, resident_bytes(process.pid)))
+        samples, peak_bytes = [], 0
+        while process.poll() is None:
+            # Not getrusage(), whose peak of a child begins with what its parent had.
+            found = sizes(process.pid)
+            samples.append((time.monotonic() - began, found["VmRSS"]))
+            peak_bytes = max(peak_bytes, found["VmHWM"])
             time.sleep(SAMPLE_S)
-        process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             errors.seek(0)
             raise SystemExit(f"the run failed with {process.returncode}:\n{errors.read()[-2000:]}")
-    return Measured(usage.ru_maxrss * 1024, time.monotonic() - began, samples)
+    return Measured(peak_bytes, time.monotonic() - began, samples)
 
 
-def resident_bytes(pid: int) -> int:
-    """0 for a process that has just ended."""
+def sizes(pid: int) -> dict[str, int]:
+    """Bytes of the resident set now (VmRSS) and at its peak (VmHWM); 0 for a process that has just ended."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        text = ""
+    found = {name: int(size) * 1024 for name, size in re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", text, re.MULTILINE)}
+    return {"VmRSS": 0, "VmHWM": 0, **found}
 
 
 def draw(runs: dict[int, Measured], path: Path) -> None:
