@@ -55,9 +55,9 @@ class OpenWindow:
     def take(self, completion: Completion) -> bool:
         """Whether its row is complete now."""
         place = completion.row_index - self.first_row
-        self.pending.append(completion)
-        if is_refusal(completion):
+        if is_refusal(completion):  # before it is pending: an interrupt may come in between
             self.num_samples[place] = self.samples_left[place] = 1
+        self.pending.append(completion)
         self.samples_left[place] -= 1
         is_complete = not self.samples_left[place]
         self.num_rows_left -= is_complete

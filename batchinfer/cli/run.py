@@ -11,6 +11,13 @@ from batchinfer.job import run_job
 from batchinfer.progress import progress_for
 from batchinfer.settings import job_settings, load_config
 
+#: To end within 5 s of a signal.
+_DEADLINE_S = 4.0
+_LAST_WORDS = (
+    "a step was taking long, and completions since the last flush are run again: to continue, run the same command "
+    "again (without --overwrite)"
+)
+
 
 def run(
     prompts: o.Prompts = None,
@@ -77,7 +84,7 @@ def run(
     flags = given(locals())
     settings = job_settings(flags, load_config(config) if config else {}, config)
     progress = progress_for(sys.stderr, quiet=quiet)
-    with InterruptSignals() as signals:
+    with InterruptSignals(_DEADLINE_S, _LAST_WORDS) as signals:
         try:
             summary = run_job(settings, progress, check_interrupt=signals.check)
         finally:

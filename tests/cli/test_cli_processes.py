@@ -111,6 +111,50 @@ def test_a_second_signal_ends_the_process_at_once_and_the_job_continues(folder: 
     assert pq.read_table(folder / "out.parquet").num_rows == 100
 
 
+# A row that takes long in C, where no signal handler of Python's runs.
+_STUCK = """
+import hashlib, sys
+sys.path.insert(0, {tests!r})
+import batchinfer.job, batchinfer.models.source
+from batchinfer.cli.main import app
+from fakes import FakeEngine, FakeModelSource
+
+def work(row):
+    if row == 95:
+        print("stuck", file=sys.stderr, flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"x", b"y", 400_000_000)
+
+batchinfer.models.source.resolve_model = FakeModelSource
+batchinfer.job._load_engine = lambda model, config: FakeEngine(model, config, work)
+app()
+"""
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_signal_in_a_long_step_ends_the_run_in_time(folder: Path, num_signals: int) -> None:
+    driver = _STUCK.format(tests=str(Path(__file__).resolve().parent.parent))
+    process = subprocess.Popen(
+        [sys.executable, "-c", driver, *RUN, "--flush-rows", "1"], stderr=subprocess.PIPE, text=True, cwd=folder
+    )
+    assert process.stderr is not None
+    while "stuck" not in process.stderr.readline():
+        pass
+    time.sleep(0.2)
+    sent_s = time.monotonic()
+    for _ in range(num_signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert time.monotonic() - sent_s < (5 if num_signals == 1 else 2)
+    if num_signals == 1:
+        assert "error: interrupted by SIGTERM; a step was taking long" in stderr
+    process = start(folder, *RUN, "--json")
+    stdout, stderr = process.communicate(timeout=60)
+    assert json.loads(stdout)["num_rows_earlier"] == 4
+    assert pq.read_table(folder / "out.parquet").num_rows == 100
+
+
 def test_two_processes_do_not_write_one_output(folder: Path) -> None:
     first = start(folder, *RUN, pause_s=0.05)
     assert first.stderr is not None
