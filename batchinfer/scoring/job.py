@@ -215,9 +215,19 @@ def _open(settings: ScoreSettings, window_rows: int | None) -> _Texts:
         first = next(windows, None)  # read now: an empty input is known before the model loads
     if first is None or first.num_rows == 0:
         raise InputError(f"{settings.texts} has no rows; nothing to do")
+    _check_options(settings, columns)
+    return _Texts(source, columns, chain([first], windows))
+
+
+def _check_options(settings: ScoreSettings, columns: ScoreColumns) -> None:
+    """Options that would change nothing are refused: whoever gives one expects that it does."""
     if settings.system is not None and columns.messages is None:
         raise InputError("--system needs messages; give it with --messages-column, or put it into the texts")
-    return _Texts(source, columns, chain([first], windows))
+    if settings.turns != "assistant" and columns.messages is None:
+        raise InputError(f"--score {settings.turns} is about messages, and there are none; give --messages-column")
+    if settings.bos != "auto" and (columns.messages or columns.run or columns.holds_ids):
+        what = "messages" if columns.messages else "the output of a run" if columns.run else "token ids"
+        raise InputError(f"--bos {settings.bos} is about texts: {what} are read as they are, so leave it out")
 
 
 def _with_prefix(settings: ScoreSettings, columns: ScoreColumns) -> ScoreSettings:

@@ -236,6 +236,9 @@ def test_no_row_with_a_score_is_exit_code_1(model: Path, tmp_path: Path) -> None
         ({"text": ["a"]}, ("--bos", "maybe"), ("--bos must be one of auto, always, never",)),
         ({"text": ["a"]}, ("--score", "user"), ("--score must be one of assistant, all",)),
         ({"text": ["a"]}, ("--system", "x"), ("--system needs messages",)),
+        ({"text": ["a"]}, ("--score", "all"), ("--score all is about messages",)),
+        ({"text": [[1, 2]]}, ("--bos", "always"), ("--bos always is about texts", "token ids")),
+        ({"messages": [[{"role": "user", "content": "x"}]]}, ("--bos", "never"), ("--bos never is about texts",)),
         ({"text": []}, (), ("has no rows",)),
     ],
 )
