@@ -7,11 +7,13 @@ from io import StringIO
 
 from batchinfer.evals.result import ComparisonResult, Estimate, MetricResult, Verdict
 
+#: More than any line of the table needs.
+_LOG_WIDTH = 200
 _STYLES = {Verdict.BETTER: "green", Verdict.WORSE: "red", Verdict.CHANGED: "yellow"}
 
 
 def render(result: ComparisonResult, *, is_terminal: bool, width: int | None = None) -> str:
-    """Plain text of 120 columns off a terminal, as it goes to logs."""
+    """Plain text off a terminal, as it goes to logs: one line for each metric, as wide as it has to be."""
     from rich.console import Console
 
     buffer = StringIO()
@@ -19,7 +21,7 @@ def render(result: ComparisonResult, *, is_terminal: bool, width: int | None = N
         file=buffer,
         force_terminal=is_terminal,
         no_color=not is_terminal,
-        width=width or (None if is_terminal else 120),
+        width=width or (None if is_terminal else _LOG_WIDTH),
         highlight=False,
         emoji=False,
         markup=False,

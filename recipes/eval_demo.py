@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("prompts", type=Path, help="Parquet file with columns prompt and reference")
     parser.add_argument("--model", default="smollm2-135m", help="alias, folder or GGUF file")
     parser.add_argument("--output", type=Path, default=Path("build/eval-demo"), help="folder")
-    parser.add_argument("--steps", type=positive, default=44)
+    parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--batch-size", type=positive, default=4)
     parser.add_argument("--context", type=positive, default=160, help="tokens of a prompt's end to train on")
     parser.add_argument("--max-tokens", type=positive, default=48, help="of an output")

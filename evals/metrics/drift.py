@@ -10,6 +10,7 @@ import numpy.typing as npt
 from batchinfer.errors import InputError
 from batchinfer.evals.metrics.policy import CLIP, RatioStatistics, k1, k3
 from batchinfer.evals.metrics.positions import by_position
+from batchinfer.evals.metrics.sampling import sampling_warning
 from batchinfer.evals.model_inputs import Forced, forced_outputs, identity_warnings
 from batchinfer.evals.protocol import EvalContext, EvalOptions, MetricScores, MetricSpec, Needs, Scores
 from batchinfer.evals.result import Curve, Table
@@ -127,7 +128,7 @@ class Drift:
             tuple(metrics),
             tables=(_summary(forced), _ratios(forced), *_stored(pairs, forced)),
             curves=_curves(forced),
-            warnings=identity_warnings(pairs, context),
+            warnings=(*identity_warnings(pairs, context), *sampling_warning(pairs)),
         )
 
 

@@ -138,6 +138,9 @@ def test_the_table_is_plain_off_a_terminal(make_run) -> None:
     assert line.split()[:4] == ["accuracy", "1.0000", "0.7500", "-0.2500"]
     assert "0/150/50" in line
     assert "<0.0001" in line
+    rows = [line for line in text.splitlines() if line.startswith((" accuracy", " distinct", " repetition"))]
+    assert len(rows) == len(result.metrics), "no line is broken"
+    assert all(row.endswith(("change", "changed", "worse", "tested")) for row in rows)
     assert "gate      accuracy>=-0.01: FAILED (bound -0.31" in text
     assert "\x1b" in render(result, is_terminal=True)
 

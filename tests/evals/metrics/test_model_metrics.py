@@ -113,6 +113,10 @@ def test_the_reference_is_read_after_its_prompt(folder: Path, both: ComparisonRe
     assert metric.before.mean == pytest.approx(expected, rel=1e-6)
 
 
+def test_estimates_from_other_than_plain_draws_are_said_to_be_none(both: ComparisonResult) -> None:
+    assert any("no draws from the models' own distributions" in notice.message for notice in both.warnings)
+
+
 def test_drift_is_the_divergence_of_the_sampled_tokens(folder: Path, both: ComparisonResult) -> None:
     engines = [Engine(str(folder / name), CONFIG) for name in ("before", "after")]
     encoder = TextEncoder(engines[0].tokenizer, engines[0].model.spec.vocab_size)
