@@ -34,6 +34,7 @@ _SERIES_STYLES = (("after", "-"), ("changed", "--"), ("series3", "-."), ("series
 _SIDE_STYLES = {"before": ("before", "--"), "after": ("after", "-")}
 _ROW_HEIGHT = 40
 _NUM_LETTERS = 56  # that fit side by side
+_TICK_MARGIN = 0.035  # of an axis without room beside it: the number under a tick nearer to an end would be cut
 _LEGEND_HEIGHT = 17
 _MAX_BINS = 24
 
@@ -71,7 +72,7 @@ def forest(rows: Sequence[ForestRow], axis_label: str, prefix: str, *, neutral: 
             _forest_row(axes, row, place, neutral)
         axes.set_yticks([])
         axes.set_xlabel(axis_label)
-        _few_ticks(axes, low, high)
+        _few_ticks(axes, low, high, margin=_TICK_MARGIN * (high - low))
         said = "; ".join(f"{row.label} {row.text}" for row in rows)
         return to_svg(figure, f"Intervals, {axis_label}: {said}", prefix)
 
@@ -106,10 +107,12 @@ def _forest_range(rows: Sequence[ForestRow], neutral: float) -> tuple[float, flo
     return low - pad, high + pad
 
 
-def _few_ticks(axes: Axes, low: float, high: float) -> None:
+def _few_ticks(axes: Axes, low: float, high: float, *, margin: float = 0.0) -> None:
+    """`margin`: none nearer to an end than this."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xticks([tick for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high])
+    ticks = MaxNLocator(5).tick_values(low, high)
+    axes.set_xticks([tick for tick in ticks if low + margin <= tick <= high - margin])
 
 
 def distribution(

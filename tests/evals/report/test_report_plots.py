@@ -77,3 +77,10 @@ def test_names_that_begin_alike_stay_apart() -> None:
     rows = [ForestRow(f"{'the same long beginning ' * 4}{end}", "+1 [0, 2]", 1, 0, 2) for end in ("left", "right")]
     texts = re.findall(r"<text[^>]*>([^<]*…[^<]*)</text>", forest(rows, "points", "f0"))
     assert len(set(texts)) == 2
+
+
+def test_a_number_that_the_edge_would_cut_is_left_out() -> None:
+    """The axis ends at 0.0604: under a tick at 0.06 half of the number would lie outside."""
+    svg = forest([ForestRow("a", "", 0.029, 0.005, 0.057)], "cosine", "f")
+    assert ">0.045<" in svg
+    assert ">0.060<" not in svg
