@@ -102,8 +102,8 @@ def read_adapter(folder: Path) -> LoraAdapter:
         base=base if isinstance(base, str) and base else None,
         rank=_number(config, "r", path, int),
         alpha=_number(config, "lora_alpha", path, float),
-        rank_pattern=config.get("rank_pattern") or {},
-        alpha_pattern=config.get("alpha_pattern") or {},
+        rank_pattern=_pattern(config, "rank_pattern", path, int),
+        alpha_pattern=_pattern(config, "alpha_pattern", path, float),
         is_rank_stabilised=bool(config.get("use_rslora")),
     )
 
@@ -129,9 +129,22 @@ def _number(config: Mapping[str, Any], name: str, path: Path, kind: type) -> Any
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
         raise InputError(f"{path}: {name} must be a number, got {value!r}")
-    if name == "r" and value < 1:
-        raise InputError(f"{path}: r must be at least 1, got {value!r}")
+    if kind is int and value < 1:  # a rank
+        raise InputError(f"{path}: {name} must be at least 1, got {value!r}")
     return kind(value)
+
+
+def _pattern(config: Mapping[str, Any], name: str, path: Path, kind: type) -> dict[str, Any]:
+    """Names of modules, each a regular expression -> number."""
+    found = config.get(name) or {}
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: {name} must be an object, got {found!r:.100}")
+    for key in found:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise InputError(f"{path}: {name} has {key!r}, which is no regular expression: {error}") from error
+    return {key: _number(found, key, path, kind) for key in found}
 
 
 class LoraCheckpoint:

@@ -170,6 +170,10 @@ def edit(adapter: Path, **values: Any) -> None:
         ({"r": None}, "r must be a number"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number"),
         ({"r": 8}, "for rank 8"),
+        ({"rank_pattern": {"q_proj": "2"}}, "q_proj must be a number, got '2'"),
+        ({"rank_pattern": {"q_proj": 0}}, "q_proj must be at least 1"),
+        ({"alpha_pattern": {"(q_proj": 2}}, "no regular expression"),
+        ({"rank_pattern": [1]}, "rank_pattern must be an object"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(values: dict[str, Any], words: str, make_adapter: MakeAdapter) -> None:
