@@ -257,6 +257,16 @@ def test_row_errors_are_exit_code_0_or_3_under_strict(command: Command) -> None:
     assert command.run("--overwrite", "--strict").exit_code == 3
 
 
+def test_too_many_row_errors_are_exit_code_6_and_can_be_continued(command: Command) -> None:
+    command.write(prompt=["one", None, None, "two"])
+    result = command.run("--max-row-errors", "1")
+    assert result.exit_code == 6
+    assert "error: 2 rows failed (prompt_null: 2), --max-row-errors allows 1; " in result.stderr
+    assert "rows are kept in" in result.stderr
+    assert command.run("--max-row-errors", "2").exit_code == 0
+    assert [row["output"] for row in pq.read_table(command.output).to_pylist()] == ["one", None, None, "two"]
+
+
 def test_nothing_succeeded_is_exit_code_1(command: Command) -> None:
     command.write(prompt=["", None])
     result = command.run("--strict")
