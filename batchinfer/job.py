@@ -304,6 +304,10 @@ class _Job:
 
     def _leave(self, store: JobStore, rows: InputRows, error: BaseException) -> None:
         """Keep what there is and say how to go on; if there is nothing, leave no trace."""
+        from batchinfer.output.store import DiffersError
+
+        if isinstance(error, DiffersError):  # whose message says what to do
+            return
         kept = self.tally.earlier.num_rows if self.running is None else self.running.num_rows_kept
         if store.is_new and not kept and not store.manifest.parts:
             with suppress(OSError):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.errors import InputError
 from batchinfer.types import Completion, ErrorCode, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -145,12 +144,13 @@ class OpenWindows:
 
 
 def _take_journal(window: OpenWindow, journal: Journal, prompts: list[Prompt]) -> None:
-    """Count what an earlier run has done of the window. Raises InputError if it was of other rows."""
+    """Count what an earlier run has done of the window. Raises DiffersError if it was of other rows."""
     from batchinfer.output.journaled import JournaledResults
+    from batchinfer.output.store import DiffersError
 
     if journal.about["rows"] != window.digest:
         last = window.first_row + window.num_rows - 1
-        raise InputError(
+        raise DiffersError(
             f"rows {window.first_row} to {last} of the input are not those that this job began with: bring them back, "
             "or start anew with --overwrite"
         )
