@@ -115,8 +115,10 @@ def write_prompts(path: Path, num_rows: int) -> None:
     pq.write_table(pa.table({"id": [f"r{row}" for row in range(num_rows)], "prompt": texts}), path)
 
 
-def run(args: argparse.Namespace, prompts: Path, output: Path, log: Path, kill_after_s: float | None = None) -> bool:
-    """Whether the process came to its end; else it was killed. Raises SystemExit if it failed."""
+def run(
+    args: argparse.Namespace, prompts: Path, output: Path, log: Path, kill_after_s: float | None = None
+) -> float | None:
+    """When it was killed; None if it came to its end before. Raises SystemExit if it failed."""
     options = {
         "--model": args.model,
         "--output": output,
@@ -134,12 +136,13 @@ def run(args: argparse.Namespace, prompts: Path, output: Path, log: Path, kill_a
     try:
         _, errors = process.communicate(timeout=kill_after_s)
     except subprocess.TimeoutExpired:
+        killed_s = time.time()
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        return False
+        return killed_s
     if process.returncode:
         raise SystemExit(f"the run failed with {process.returncode}:\n{errors[-2000:]}")
-    return True
+    return None
 
 
 def kill_until_done(
@@ -149,9 +152,9 @@ def kill_until_done(
     log = output.with_name(f"{output.name}.log")
     while True:
         longest_s = whole_s if sweep.num_kills < args.moments else None
-        if run(args, prompts, output, log, draw.uniform(0.0, longest_s) if longest_s else None):
+        killed_s = run(args, prompts, output, log, draw.uniform(0.0, longest_s) if longest_s else None)
+        if killed_s is None:
             return
-        killed_s = time.time()
         sweep.num_kills += 1
         lost, age_s = lost_work(output, log, killed_s)
         sweep.num_lost.append(lost)
@@ -190,8 +193,9 @@ def kept_completions(output: Path) -> set[tuple[int, int]]:
         parts = [(output, 0)]
     else:
         manifest = load_manifest(place.manifest)
-        written = manifest.parts.items() if manifest else ()
-        parts = [(place.parts / part.file, manifest.first_row(window)) for window, part in written if manifest]
+        if manifest is None:
+            return set()
+        parts = [(place.parts / part.file, manifest.first_row(window)) for window, part in manifest.parts.items()]
     kept: set[tuple[int, int]] = set()
     for path, first_row in parts:
         row = first_row - 1
