@@ -282,18 +282,23 @@ def divergence(logits_p: Tensor, logits_q: Tensor, targets: Tensor) -> Divergenc
         logits_p, logits_q: [rows, vocab] fp32, finite.
         targets: [rows] int64.
     """
-    parts = []
-    for begin in range(0, max(1, len(targets)), DIVERGENCE_ROWS):
+    out = empty_divergence(len(targets), targets.device)
+    for begin in range(0, len(targets), DIVERGENCE_ROWS):
         count = min(DIVERGENCE_ROWS, len(targets) - begin)
         pad = (0, 0, 0, DIVERGENCE_ROWS - count)  # sums over the vocabulary may depend on how many rows there are
         p, q = (F.pad(logits[begin : begin + count], pad) for logits in (logits_p, logits_q))
         picked = F.pad(targets[begin : begin + count], pad[2:])
-        parts.append([value[:count] for value in _divergence_block(p, q, picked)])
-    if not parts:
-        parts = [
-            [value[:0] for value in _divergence_block(logits_p.new_zeros(1, 1), logits_q.new_zeros(1, 1), targets)]
-        ]
-    return Divergence(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        for values, found in zip(out, _divergence_block(p, q, picked), strict=True):
+            values[begin : begin + count] = found[:count]
+    return out
+
+
+def empty_divergence(num_rows: int, device: torch.device) -> Divergence:
+    """To be filled in. Small results kept between large temporary tensors would keep the allocator from using their
+    memory again.
+    """
+    figures = (torch.empty(num_rows, dtype=torch.float64, device=device) for _ in range(6))
+    return Divergence(*figures, *(torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2)))
 
 
 def _divergence_block(p: Tensor, q: Tensor, targets: Tensor) -> Divergence:

@@ -184,7 +184,7 @@ def _divergence(before: Engine, after: Engine, p: Tensor, q: Tensor, targets: To
     vocab_size = before.model.spec.vocab_size
     step = max(reference.ROW_MULTIPLE, MAX_LOGITS // vocab_size // reference.ROW_MULTIPLE * reference.ROW_MULTIPLE)
     ids = torch.from_numpy(targets.astype(np.int64)).to(after.device)
-    parts = []
+    out = reference.empty_divergence(len(ids), torch.device("cpu"))
     for begin in range(0, len(ids), step):
         count = min(step, len(ids) - begin)
         pad = (0, 0, 0, reference.pad_rows(count) - count)
@@ -192,8 +192,9 @@ def _divergence(before: Engine, after: Engine, p: Tensor, q: Tensor, targets: To
             engine.model.logits(F.pad(hidden[begin : begin + count], pad))[:count].to(after.device)
             for engine, hidden in ((before, p), (after, q))
         )
-        parts.append([value.cpu() for value in reference.divergence(one, two, ids[begin : begin + count])])
-    return reference.Divergence(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        for values, found in zip(out, reference.divergence(one, two, ids[begin : begin + count]), strict=True):
+            values[begin : begin + count] = found
+    return out
 
 
 def _row(token_ids: TokenIds, found: reference.Divergence) -> TokenDivergence:

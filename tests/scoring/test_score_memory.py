@@ -70,5 +70,5 @@ def test_scores_take_less_than_a_gigabyte(kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_divergences_hold_few_logits(kernels: str) -> None:
-    """The logits of both models would be 840 MB."""
-    assert peak_bytes(kernels, "divergence") < 400e6
+    """The logits of both models would be 840 MB. Measured: 100 MB; 450 MB when small results were kept in between."""
+    assert peak_bytes(kernels, "divergence") < 250e6
