@@ -77,8 +77,12 @@ def _check_folders_are_apart(prompts: str, output: Path) -> None:
     target = output.resolve()
     if Path(prompts).is_dir() and Path(prompts).resolve() in (target, *target.parents):
         raise InputError(f"output {output} lies in the folder of the input {prompts}: choose another folder")
-    if target.is_dir() and Path(prompts).exists():
-        inside = [path for path in find_parquet_files(prompts) if target in path.resolve().parents]
+    if target.is_dir():
+        try:
+            files = find_parquet_files(prompts)
+        except InputError:  # no files, or none that are there
+            return
+        inside = [path for path in files if target in path.resolve().parents]
         if inside:
             raise InputError(f"{inside[0]} of the input lies in output {output}: choose another folder")
 

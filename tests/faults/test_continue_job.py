@@ -501,8 +501,10 @@ def test_an_output_folder_and_the_input_s_are_apart(jobs: Jobs) -> None:
         jobs.run(prompts=str(jobs.folder))
     jobs.run()
     part = jobs.output / "part-00000.parquet"
-    with pytest.raises(InputError, match=r"part-00000\.parquet of the input lies in output .*: choose another folder"):
-        jobs.run(prompts=str(part), overwrite=True, output_prefix="again_")
+    message = r"part-00000\.parquet of the input lies in output .*: choose another folder"
+    for prompts in (part, part.with_name("*.parquet")):
+        with pytest.raises(InputError, match=message):
+            jobs.run(prompts=str(prompts), overwrite=True, output_prefix="again_")
     assert part.exists()
 
 
