@@ -29,7 +29,8 @@ class EvalSettings:
 
     Attributes:
         files: (before, after), files of outputs; None if models are run.
-        before, after: jobs of the two models, without an output; None for files.
+        before, after: jobs of the two models, without an output; for files the models that made them, of which
+            only `model` and `engine` count, or None.
         noise_floor: run `before` again under another seed and batch order.
         noise_run: a file of such a run.
         output: folder of the report, and of the runs; None: nothing is written, only possible for files.
@@ -92,11 +93,11 @@ def run_eval(
     noise_run = settings.noise_run
     if settings.files is not None:
         before, after = settings.files
+        _check_models(settings, resolve)
     else:
-        assert settings.before is not None
-        assert settings.after is not None
         paths = _run_models(settings, evaluators, make_progress, engine_factory, resolve, check_interrupt)
         before, after, noise_run = str(paths[0]), str(paths[1]), str(paths[2]) if paths[2] else noise_run
+    if settings.before is not None and settings.after is not None:
         models = {
             "before_model": settings.before.model,
             "after_model": settings.after.model,
@@ -106,6 +107,15 @@ def run_eval(
         result = compare_files(settings, before, after, noise_run, progress, check_interrupt, models)
     written = write_comparison(result, settings.output) if settings.output is not None else []
     return EvalOutcome(result, written)
+
+
+def _check_models(settings: EvalSettings, resolve: ModelResolver | None) -> None:
+    """Of files: a model that cannot be used is known before anything is measured. Raises InputError."""
+    from batchinfer.job_input import find_model
+
+    if settings.before is not None and settings.after is not None:
+        for job in (settings.before, on_base(settings.after, settings.before.model)):
+            find_model(job.model, job.adapter, resolve)
 
 
 def compare_files(

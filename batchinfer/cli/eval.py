@@ -77,6 +77,7 @@ def eval_(
     BEFORE and AFTER are files that run wrote, or any with a column of texts.
 
     With PROMPTS two models are run first; a run that lies in the output folder already is used again.
+    With two files and two models nothing is run: the models only read the outputs (perplexity, drift).
 
     Exit code 4: no row of one file has a counterpart in the other; 5: a --gate failed.
 
@@ -126,21 +127,27 @@ def _settings(options: Mapping[str, Any]) -> EvalSettings:
 
 
 def _sources(options: Mapping[str, Any]) -> tuple[tuple[str, str] | None, tuple[JobSettings, JobSettings] | None]:
-    """Two files, or two jobs."""
+    """Two files, two jobs, or both: files and the models that are to read them."""
     inputs, models = options["inputs"], (options["before"], options["after"])
     of_runs = given({name: options[name] for name in _RUN_OPTIONS})
-    if len(inputs) == 2 and models == (None, None):
-        if of_runs or options["config"]:
-            name = next(iter(of_runs), "config")
-            flag = SETTINGS[name].flag if name in SETTINGS else "--config"
-            raise InputError(f"{flag} is about running models, and two files of outputs are compared: leave it out")
-        return (inputs[0], inputs[1]), None
-    if len(inputs) == 1 and None not in models:
-        return None, (_job(options, of_runs, models[0]), _job(options, of_runs, models[1]))
-    raise InputError(
-        "give two files of outputs, BEFORE and AFTER, or one file of PROMPTS with --before MODEL and --after MODEL; "
-        f"got {len(inputs)} files, --before {models[0]} and --after {models[1]}"
-    )
+    has_models = None not in models
+    if len(inputs) == 2 and (has_models or models == (None, None)):
+        _check_file_options(of_runs, options, has_models=has_models)
+    elif len(inputs) != 1 or not has_models:
+        raise InputError(
+            "give two files of outputs, BEFORE and AFTER, with or without --before MODEL and --after MODEL, or one "
+            f"file of PROMPTS with both of them; got {len(inputs)} files, --before {models[0]} and --after {models[1]}"
+        )
+    jobs = (_job(options, of_runs, models[0]), _job(options, of_runs, models[1])) if has_models else None
+    return ((inputs[0], inputs[1]) if len(inputs) == 2 else None), jobs
+
+
+def _check_file_options(of_runs: Mapping[str, Any], options: Mapping[str, Any], *, has_models: bool) -> None:
+    """Files were generated already: only how models read them can still be chosen, if there are models."""
+    names = [name for name in of_runs if not (has_models and SETTINGS[name].section == "engine")]
+    if names or options["config"]:
+        flag = SETTINGS[names[0]].flag if names else "--config"
+        raise InputError(f"{flag} is about running models, and two files of outputs are compared: leave it out")
 
 
 def _job(options: Mapping[str, Any], flags: Mapping[str, Any], model: str) -> JobSettings:

@@ -21,11 +21,17 @@ Inputs = Annotated[
 ]
 Before = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="Model before. Needs PROMPTS and --after.", rich_help_panel="Model"),
+    typer.Option(
+        metavar="MODEL",
+        help="Model before: it runs PROMPTS, or reads the outputs of two files. Needs --after.",
+        rich_help_panel="Model",
+    ),
 ]
 After = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="Model after, or a LoRA adapter's folder.", rich_help_panel="Model"),
+    typer.Option(
+        metavar="MODEL", help="The same for after: a model, or a LoRA adapter's folder.", rich_help_panel="Model"
+    ),
 ]
 
 Metrics = Annotated[

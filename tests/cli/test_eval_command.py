@@ -116,9 +116,11 @@ def test_options_reach_the_evaluators(files, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], ["BEFORE and AFTER, or one file of PROMPTS", "got 1 files"]),
+        ([], ["BEFORE and AFTER, with or without", "one file of PROMPTS", "got 1 files"]),
         (["{after}", "{after}"], ["got 3 files"]),
         (["{after}", "--before", "m"], ["--before m and --after None"]),
+        (["{after}", "--before", "m", "--after", "m", "--seed", "1"], ["--seed is about running models"]),
+        (["{after}", "--before", "{missing}", "--after", "m"], ["missing.parquet"]),
         (["{after}", "--temperature", "0.5"], ["--temperature is about running models"]),
         (["{after}", "--gate", "accuracy>0"], ["--gate 'accuracy>0'", "METRIC>=NUMBER"]),
         (["{after}", "--gate", "acuracy>=0"], ["gives a metric 'acuracy'"]),

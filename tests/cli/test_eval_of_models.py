@@ -69,6 +69,21 @@ def test_an_adapter_against_its_base(names_its_base: bool, model: Path, tmp_path
     assert evaluate(tmp_path, model, adapter, "--gate", "kl<=0").exit_code == 5
 
 
+def test_files_are_read_by_the_models_that_made_them(model: Path, tmp_path: Path) -> None:
+    """Without a run: what the models say of the files is what they said after their runs."""
+    adapter = make_adapter(tmp_path / "adapter", None)
+    assert evaluate(tmp_path, model, adapter).exit_code == 0
+    runs = sorted((tmp_path / "out" / "runs").glob("*.parquet"), key=lambda path: path.name.startswith("after"))
+    words = ["eval", *runs, "--before", model, "--after", adapter, "--metrics", "perplexity,drift", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*map(str, words), "--json", "--quiet"])
+    assert result.exit_code == 0, result.stderr
+    of_models = json.loads((tmp_path / "out" / "report.json").read_text())
+    of_files = json.loads(result.stdout)
+    assert of_files["metrics"] == of_models["metrics"]
+    assert of_files["tables"] == of_models["tables"]
+    assert len(of_files["metrics"]) == 10
+
+
 def test_a_model_against_itself_has_not_drifted(model: Path, tmp_path: Path) -> None:
     result = evaluate(tmp_path, model, model, "--gate", "kl<=0")
     assert result.exit_code == 0, result.stderr
