@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.errors import InputError
+from batchinfer.evals.openai_outputs import is_openai_output, openai_rows
 from batchinfer.evals.result import RunIdentity
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def load_run_output(
     output_column: str | None = None,
     id_column: str | None = None,
 ) -> RunOutput:
-    """Read the outputs of a run: a file that `batchinfer run` wrote, or any table with a column of texts.
+    """Read the outputs of a run: what `batchinfer run` wrote, results of an OpenAI Batch, or any table with a text column.
 
     Args:
         source: what open_source() reads (Parquet, JSON Lines, folders of them), or a table in memory.
@@ -90,6 +91,8 @@ def load_run_output(
     else:
         name = str(source)
         table = _read(name)
+    if output_column is None and is_openai_output(table.schema):
+        table = openai_rows(table)
     table = table.cast(storage_schema(table.schema))  # rows of views cannot be taken
     metadata = run_metadata(table.schema, name)
     results = _find_results(table.schema, output_column, name)
