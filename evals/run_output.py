@@ -73,7 +73,7 @@ def load_run_output(
     output_column: str | None = None,
     id_column: str | None = None,
 ) -> RunOutput:
-    """Read the outputs of a run: what `batchinfer run` wrote, results of an OpenAI Batch, or any table with a text column.
+    """Read the outputs of a run: what `batchinfer run` wrote, results of an OpenAI Batch, any table with a text column.
 
     Args:
         source: what open_source() reads (Parquet, JSON Lines, folders of them), or a table in memory.
