@@ -29,12 +29,13 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"--output {folder}: cannot write there: {error.strerror}") from error
 
 
-def write_comparison(result: ComparisonResult, folder: Path) -> list[Path]:
+def write_comparison(result: ComparisonResult, folder: str | Path) -> list[Path]:
     """Write the files, each of them whole or not at all; returns their paths. Files of those names are replaced."""
     import pyarrow.parquet as pq
 
     from batchinfer.evals.report import write_html
 
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result.to_dict(), allow_nan=False, ensure_ascii=False, indent=1)
     written = [

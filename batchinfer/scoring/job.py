@@ -226,7 +226,7 @@ def _check_options(settings: ScoreSettings, columns: ScoreColumns) -> None:
     if settings.turns != "assistant" and columns.messages is None:
         raise InputError(f"--score {settings.turns} is about messages, and there are none; give --messages-column")
     if settings.bos != "auto" and (columns.messages or columns.run or columns.holds_ids):
-        what = "messages" if columns.messages else "the output of a run" if columns.run else "token ids"
+        what = "messages" if columns.messages else "the outputs of a run" if columns.run else "token ids"
         raise InputError(f"--bos {settings.bos} is about texts: {what} are read as they are, so leave it out")
 
 

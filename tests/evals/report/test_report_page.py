@@ -208,7 +208,7 @@ def test_huge_texts_are_cut_with_a_note(make_run: Callable[..., pa.Table]) -> No
 
 
 def test_write_comparison_writes_the_page(full_result: ComparisonResult, tmp_path: Path) -> None:
-    written = write_comparison(full_result, tmp_path)
+    written = write_comparison(full_result, str(tmp_path))
     assert written[0] == tmp_path / "report.html"
     assert written[0].read_text(encoding="utf-8") == render_html(full_result)
 
