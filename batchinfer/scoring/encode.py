@@ -51,6 +51,8 @@ class ScoreTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
     def render_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> str: ...
 
     def render_chat_turns(self, messages: Any) -> tuple[str, list[tuple[int, int]]] | None: ...
@@ -171,8 +173,13 @@ class TextEncoder:
         first = max(1, len(context))
         if first >= len(ids):
             return ScoreItem.empty("there is no token with a context to score")
-        text = self.tokenizer.decode(ids[first:].tolist())
-        return ScoreItem(ids, ((first, len(ids)),), len(text.encode()), len(text.split()))
+        text = self._bytes_of(ids[first:])
+        return ScoreItem(ids, ((first, len(ids)),), len(text), len(text.decode(errors="replace").split()))
+
+    def _bytes_of(self, ids: TokenIds) -> bytes:
+        """Not by decoding, which drops the space before a first token and writes a cut character as three bytes."""
+        special = self.tokenizer.special_ids
+        return b"".join(self.tokenizer.token_bytes(token) for token in ids.tolist() if token not in special)
 
     def token_ids(self, rows: Sequence[Any]) -> list[ScoreItem]:
         """Items of lists of token ids, scored from the second on, as they are: no BOS is put in front."""

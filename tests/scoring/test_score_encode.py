@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from fakes import FakeTokenizer
 from score_models import BOS, EOS, merging_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.errors import InputError
+from batchinfer.models.tokenizer import Tokenizer
 from batchinfer.scoring.encode import TextEncoder, common_prefix
 from batchinfer.scoring.item import ScoreItem, spans_of
 from batchinfer.types import ErrorCode
@@ -141,6 +144,8 @@ def test_token_ids_are_scored_as_they_are() -> None:
     assert (item.num_scored, item.num_bytes, item.num_words) == (4, 3, 1), "an end-of-sequence token has no text"
     (item,) = encoder(FRONT).pairs([(ids[:3], np.array(ids[3:]))])
     assert item.spans == ((3, 5),)
+    ids = PLAIN.encode_batch(["a é"])[0]
+    assert [encoder().token_ids([ids[:cut]])[0].num_bytes for cut in (len(ids), -1)] == [3, 2], "half a character"
     items = encoder().token_ids([[], [7], None, [1, 9999], [1, -1], [1, None]])
     codes = [item.error.code.value if item.error else None for item in items]
     assert codes == ["nothing_to_score"] * 2 + ["prompt_null"] + ["invalid_prompt"] * 3
@@ -183,3 +188,16 @@ def test_common_prefixes_and_spans() -> None:
     assert common_prefix(ids(), ids(1)) == 0
     assert spans_of(np.array([False, True, True, False, True])) == ((1, 3), (4, 5))
     assert spans_of(np.array([False, False])) == ()
+
+
+def test_bytes_of_ids_are_those_of_the_text_with_sentencepiece_too() -> None:
+    """Decoding drops the space in front of the first token that it is given: here one inside the text."""
+    vocab = {"<unk>": 0, "\u2581on": 1, "\u2581a": 2, "\u2581hill": 3}
+    backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(backend, {})
+    (of_text,) = encoder(tokenizer).texts(["on a hill"])
+    (of_ids,) = encoder(tokenizer).token_ids([[1, 2, 3]])
+    assert of_text.token_ids.tolist() == of_ids.token_ids.tolist() == [1, 2, 3]
+    assert (of_text.num_bytes, of_text.num_words) == (of_ids.num_bytes, of_ids.num_words) == (7, 2)
