@@ -47,6 +47,7 @@ from batchinfer.types import (
 if TYPE_CHECKING:
     import datasets
     import pandas as pd
+    import pyarrow as pa
 
     from batchinfer.scoring.api import Scorable
     from batchinfer.scoring.result import RowScore
@@ -374,9 +375,14 @@ class Engine:
         return out
 
     def generate_dataset(
-        self, dataset: datasets.Dataset | pd.DataFrame, params: SamplingParams | None = None, **columns: Any
+        self,
+        dataset: datasets.Dataset | datasets.IterableDataset | pd.DataFrame | pa.Table,
+        params: SamplingParams | None = None,
+        **columns: Any,
     ) -> Any:
-        """Complete a dataset or data frame; all its columns are kept, the results are added.
+        """Complete a dataset, data frame or table; all its columns are kept, the results are added.
+
+        A stream (IterableDataset) gives a stream: rows run as they are asked for, window by window.
 
         See `batchinfer.pipeline.generate_dataset` for the options.
         """
