@@ -134,7 +134,6 @@ class EngineRun:
         if hidden is None:
             self._count(step)
             return []
-        self._note_non_finite(step, hidden)
         self.scorer.score(step, hidden)
         ends: list[int] = []
         sampling: list[Sequence] = []
@@ -161,7 +160,9 @@ class EngineRun:
     def _forward(self, step: Step) -> Tensor | None:
         """Final hidden states; None: there was no memory. Nothing has advanced then, and steps are smaller from now."""
         try:
-            return self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step)), self.kv)
+            hidden = self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step)), self.kv)
+            self._note_non_finite(step, hidden)
+            return hidden
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or not self.scheduler.halve_budget():
                 raise

@@ -165,9 +165,11 @@ class CpuDecoder:
         hidden = torch.empty((num_tokens, self.spec.hidden_size), dtype=torch.bfloat16)
         batch = self._batch(inputs, kv)
         num_outputs = num_tokens if outputs is None else len(outputs)
-        self._library.bi_forward(
+        failed = self._library.bi_forward(
             ctypes.byref(self._model), ctypes.byref(batch), _address(outputs), num_outputs, hidden.data_ptr()
         )
+        if failed:
+            raise MemoryError(f"no memory for a step of {num_tokens:,} tokens")
         return hidden
 
     def kernel_times(self) -> dict[str, float]:

@@ -94,6 +94,10 @@ def supported_instruction_sets() -> list[str]:
     return [*out, "portable"]
 
 
+#: Return 0, or 1 where there was no memory.
+_WITH_STATUS = {"bi_forward"}
+
+
 class LibraryError(Exception):
     """A library that is not there or cannot be used; says why."""
 
@@ -138,7 +142,7 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = arguments
-            function.restype = None
+            function.restype = ctypes.c_int32 if name in _WITH_STATUS else None
     except (OSError, AttributeError) as error:
         raise LibraryError(f"the {instruction_set} kernels do not load: {error}") from None
     return library

@@ -26,6 +26,7 @@ class Scratch {
   T* at_least(size_t count) {
     if (count > count_) {
       std::free(data_);
+      data_ = nullptr, count_ = 0;  // a failure below leaves it empty
       const size_t bytes = (count * sizeof(T) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
       data_ = static_cast<T*>(std::aligned_alloc(HUGE_PAGE, bytes));
       if (!data_) throw std::bad_alloc();
@@ -151,9 +152,7 @@ void bi_rope_and_store_kv(const bi_model* m, const bi_batch* b, const bf16* q_no
                     is_finite);
 }
 
-// Stores the tokens' KV and writes the final hidden states [num_tokens, hidden] of the tokens `outputs`, ascending. The
-// other rows are zero, or NaN where the token's KV in some layer holds NaN or infinity.
-void bi_forward(const bi_model* m, const bi_batch* b, const int64_t* outputs, int32_t num_outputs, bf16* hidden) {
+static void forward(const bi_model* m, const bi_batch* b, const int64_t* outputs, int32_t num_outputs, bf16* hidden) {
   const int T = b->num_tokens, H = m->hidden;
   const Heads heads{m->num_heads, m->num_kv_heads, m->head_dim};
   const int attn = m->num_heads * m->head_dim, qkv_width = attn + 2 * m->num_kv_heads * m->head_dim;
@@ -220,6 +219,18 @@ void bi_forward(const bi_model* m, const bi_batch* b, const int64_t* outputs, in
   for (int t = 0; t < T; t++) std::fill_n(hidden + (size_t)t * H, H, is_finite[t] ? 0 : 0x7fc0);
   for (int i = 0; i < num_outputs; i++)
     memcpy(hidden + (size_t)outputs[i] * H, normed + (size_t)i * H, sizeof(bf16) * H);
+}
+
+// Stores the tokens' KV and writes the final hidden states [num_tokens, hidden] of the tokens `outputs`, ascending. The
+// other rows are zero, or NaN where the token's KV in some layer holds NaN or infinity.
+// Returns 0, or 1 where there was no memory for the step: then hidden means nothing, and the step may be made again.
+int32_t bi_forward(const bi_model* m, const bi_batch* b, const int64_t* outputs, int32_t num_outputs, bf16* hidden) {
+  try {
+    forward(m, b, outputs, num_outputs, hidden);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
 }
 
 }  // extern "C"
