@@ -27,10 +27,8 @@ engine = tiny_engine(config, spec=replace(SMALL_SPEC, max_position=2048), dtype=
                      kernels=None if kernels == "torch" else kernels)
 engine.check_integrity = False
 rng = np.random.default_rng(0)
-rows = [
-    Prompt(i, rng.integers(6, 256, 1000).astype(np.int32), SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0), key=i)
-    for i in range(64)
-]
+params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0)
+rows = [Prompt(i, rng.integers(6, 256, 1000).astype(np.int32), params, key=i) for i in range(64)]
 list(engine.run(rows[:1]))  # pool, threads and libraries are there
 if spare:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
