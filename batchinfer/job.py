@@ -304,6 +304,7 @@ class _Job:
 
     def _leave(self, store: JobStore, rows: InputRows, error: BaseException) -> None:
         """Keep what there is and say how to go on; if there is nothing, leave no trace."""
+        from batchinfer.job_run import RowErrorsError
         from batchinfer.output.store import DiffersError
 
         if isinstance(error, DiffersError):  # whose message says what to do
@@ -316,6 +317,8 @@ class _Job:
         total = rows.source.num_rows
         of_all = "" if total is None else f" of {total:,}"
         again = "run the same command again" + (" without --overwrite" if self.settings.overwrite else "")
+        if isinstance(error, RowErrorsError):  # which the same number would raise at once
+            again += f"{' and' if self.settings.overwrite else ''} with a higher --max-row-errors"
         error.add_note(f"{kept:,}{of_all} rows are kept in {self.place.shown_state}: to continue, {again}")
 
 

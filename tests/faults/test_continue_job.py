@@ -396,6 +396,8 @@ def test_too_many_row_errors_stop_the_job_and_a_higher_number_continues_it(jobs:
     with pytest.raises(RowErrorsError, match=r"4 rows failed \(prompt_null: 4\), --max-row-errors allows 3") as caught:
         jobs.run(max_row_errors=3)
     assert "rows are kept" in caught.value.__notes__[0]
+    again = "to continue, run the same command again with a higher --max-row-errors"
+    assert caught.value.__notes__[0].endswith(again)
     with pytest.raises(RowErrorsError, match="4 rows failed"):
         jobs.run(max_row_errors=3)
     assert jobs.ran == []
