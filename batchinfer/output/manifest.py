@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class Manifest:
         """Durably: after a crash the file is the old one or this. Raises OutputError."""
         values = {"format": _FORMAT, **asdict(self)}
         values["parts"] = {str(window): asdict(part) for window, part in sorted(self.parts.items())}
+        values["crc32"] = _check_sum(values)
         write_whole(path, json.dumps(values, allow_nan=False, indent=1).encode(), "manifest")
 
 
@@ -75,12 +77,15 @@ def load_manifest(path: Path) -> Manifest | None:
     """None where there is none. Raises InputError for one that cannot be understood."""
     try:
         values = json.loads(path.read_bytes())
-        if values.pop("format") != _FORMAT:
+        if values["format"] != _FORMAT:
             raise InputError(f"{path} was written by another version of batchinfer: continue the job with that one")
+        if values.pop("crc32") != _check_sum(values):  # a digit that changed is JSON still, and would cost rows
+            raise ValueError("its check sum differs")
         parts = {
             int(window): Part(**{**part, "counts": RowCounts(**part["counts"])})
             for window, part in values.pop("parts").items()
         }
+        del values["format"]
         return Manifest(**values, parts=parts)
     except FileNotFoundError:
         return None
@@ -90,3 +95,8 @@ def load_manifest(path: Path) -> Manifest | None:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged ({error}): start the job anew with --overwrite") from error
+
+
+def _check_sum(values: dict[str, Any]) -> int:
+    """CRC-32 of the values as JSON, which keeps their order."""
+    return zlib.crc32(json.dumps(values, allow_nan=False).encode())

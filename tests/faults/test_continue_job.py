@@ -342,6 +342,18 @@ def test_a_damaged_manifest_is_told(jobs: Jobs) -> None:
         jobs.run()
 
 
+@pytest.mark.parametrize(("was", "is_now"), [('"window_rows": 5', '"window_rows": 7'), ('"seed": 0', '"seed": 1')])
+def test_a_manifest_that_is_json_with_another_digit_is_damaged(jobs: Jobs, was: str, is_now: str) -> None:
+    """With windows of 7 rows behind parts of 5 the output would lack rows."""
+    jobs.stop()
+    manifest = jobs.state / "manifest.json"
+    text = manifest.read_text()
+    assert text.count(was) == 1
+    manifest.write_text(text.replace(was, is_now))
+    with pytest.raises(InputError, match=r"manifest\.json is damaged \(its check sum differs\)"):
+        jobs.run()
+
+
 # Samples, row errors
 
 
