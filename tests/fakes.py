@@ -61,7 +61,7 @@ class FakeTokenizer:
         return bytes(int(i) for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
+        return bytes([token_id]) if token_id < self.num_ids else b""  # of a padded vocabulary's further ids
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
