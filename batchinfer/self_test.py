@@ -13,8 +13,8 @@ from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.kernels.choice import TRITON, TRITON_DETERMINISTIC, TRITON_KERNELS
 from batchinfer.kernels.cpu.choice import TORCH
+from batchinfer.models.random_model import NoText, random_weights
 from batchinfer.models.spec import DecoderSpec, RopeSpec
-from batchinfer.models.weights import DecoderWeights, LayerWeights
 from batchinfer.types import Prompt, SamplingParams, row_key
 
 #: Grouped-query heads of 64 channels, as most models have them; one of two layers with a sliding window.
@@ -109,7 +109,7 @@ def _check(
     is_promised: bool = True,
     rows: Sequence[Prompt] | None = None,
 ) -> tuple[Invariance, Rows]:
-    engine = Engine.from_parts(_model(kernels, dtype, device), _NoText(), (), SPEC.max_position, ALONE)
+    engine = Engine.from_parts(_model(kernels, dtype, device), NoText(SPEC.vocab_size), (), SPEC.max_position, ALONE)
     rows = list(_rows() if rows is None else rows)
     alone: Rows = {}
     for row in rows:
@@ -165,7 +165,8 @@ def _model(kernels: str, dtype: torch.dtype, device: torch.device) -> Any:
     from batchinfer.kernels.cpu.decoder import CpuDecoder
     from batchinfer.models.decoder import Decoder
 
-    weights = _random_weights(dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    weights = random_weights(SPEC, dtype, device, lambda shape: torch.randn(shape, generator=generator))
     if kernels == TORCH:
         return Decoder(SPEC, weights, ReferenceAttention, SPEC.max_position)
     if kernels in TRITON_KERNELS:
@@ -173,43 +174,3 @@ def _model(kernels: str, dtype: torch.dtype, device: torch.device) -> Any:
 
         return TritonDecoder(SPEC, weights, SPEC.max_position, deterministic=kernels == TRITON_DETERMINISTIC)
     return CpuDecoder(SPEC, weights, kernels, SPEC.max_position)
-
-
-def _random_weights(dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    generator = torch.Generator().manual_seed(0)
-    hidden, inner, attended = SPEC.hidden_size, SPEC.intermediate_size, SPEC.num_heads * SPEC.head_dim
-
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=dtype, device=device)
-
-    layers = [
-        LayerWeights(
-            attn_norm=ones(hidden),
-            qkv=draw(attended + 2 * SPEC.num_kv_heads * SPEC.head_dim, hidden),
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            o=draw(hidden, attended),
-            o_bias=None,
-            mlp_norm=ones(hidden),
-            gate_up=draw(2 * inner, hidden),
-            gate_up_bias=None,
-            down=draw(hidden, inner),
-            down_bias=None,
-        )
-        for _ in range(SPEC.num_layers)
-    ]
-    embed, head = draw(SPEC.vocab_size, hidden) * hidden**0.5, draw(SPEC.vocab_size, hidden)
-    return DecoderWeights(embed=embed, layers=layers, final_norm=ones(hidden), lm_head=head)
-
-
-class _NoText:
-    """A tokenizer of tokens that are no text."""
-
-    num_ids = SPEC.vocab_size
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""

@@ -217,8 +217,6 @@ class Scheduler:
         seq.blocks = shared + own
         step.taken += own
         seq.num_computed = seq.num_cached = match.num_cached
-        if seq.num_reused < 0:
-            seq.num_reused = match.num_cached
         if remainder is not None:
             step.copies.append((remainder, own[0]))
         seq.is_running = True

@@ -45,7 +45,6 @@ class Sequence:
     num_tokens: int = field(init=False)
     num_computed: int = 0
     num_cached: int = 0  # at the latest admission
-    num_reused: int = -1  # num_cached at the first admission
     blocks: list[int] = field(default_factory=list)
     is_running: bool = False  # the scheduler's
     slot: int = -1  # the persistent batch's row; -1: none

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.output.durable import OutputError, durable_step, output_errors, rename, sync
 from batchinfer.output.journal import result_name
 from batchinfer.output.journaled import JournaledResults
+from batchinfer.output.repeat import repeated_rows
 from batchinfer.output.row_groups import (
     GROUP_BYTES,
     GROUP_ROWS,
     as_stored,
+    check_complete,
     file_metadata,
     num_slice_bytes,
-    repeat_rows,
     row_groups,
 )
 from batchinfer.output.storage import storage_schema
@@ -110,10 +110,10 @@ def _write_rows(
     for table in _collected(tables, stored_schema):
         stop = int(np.searchsorted(results.rows, row + table.num_rows))
         rows = results.rows[done:stop] - row
-        _check_complete(rows, results.samples[done:stop], table.num_rows)
+        check_complete(rows, results.samples[done:stop], table.num_rows)
         names = [result_name(field) for field in list(schema)[table.num_columns :]]
         for start, end in row_groups(table, rows, result_bytes[done:stop]):
-            columns = repeat_rows(table, rows[start:end])
+            columns = repeated_rows(table, rows[start:end]).columns
             columns += results.take(done + start, done + end, names)
             writer.write_table(pa.Table.from_arrays(columns, schema=stored_schema), row_group_size=GROUP_ROWS)
         row += table.num_rows
@@ -135,11 +135,3 @@ def _collected(tables: Iterable[pa.Table], stored_schema: pa.Schema) -> Iterator
             held, num_rows, num_bytes = [], 0, 0
     if held:
         yield pa.concat_tables(held)
-
-
-def _check_complete(rows: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], num_rows: int) -> None:
-    """Every row has the samples 0, 1, ..., n - 1 and n >= 1."""
-    found, first, counts = np.unique(rows, return_index=True, return_counts=True)
-    assert np.array_equal(found, np.arange(num_rows)), "a row has no completion, or a completion no row"
-    expected = np.arange(len(rows)) - np.repeat(first, counts)
-    assert np.array_equal(samples, expected), "a row lacks a sample"

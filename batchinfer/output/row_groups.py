@@ -65,10 +65,10 @@ def as_stored(table: pa.Table, stored_schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(columns, names=table.column_names)
 
 
-def repeat_rows(table: pa.Table, rows: _Rows) -> list[pa.ChunkedArray]:
-    """The given rows, ascending and without gaps, as often as they are listed. Types are kept."""
-    part = table.slice(rows[0], rows[-1] - rows[0] + 1)
-    if part.num_rows == len(rows):
-        return list(part.columns)
-    indices = pa.array(rows - rows[0])
-    return [column.take(indices) for column in part.columns]
+def check_complete(rows: _Rows, samples: npt.NDArray[np.int64], num_rows: int) -> None:
+    """Every row has the samples 0, 1, ..., n - 1 and n >= 1; `rows` is ascending."""
+    found, first, counts = np.unique(rows, return_index=True, return_counts=True)
+    assert np.array_equal(found, np.arange(num_rows)), "a row has no completion, or a completion no row"
+    expected = np.arange(len(rows)) - np.repeat(first, counts)
+    wrong = np.flatnonzero(samples != expected)
+    assert not len(wrong), f"row {rows[wrong[0]]} of the window lacks sample {expected[wrong[0]]} or has it twice"

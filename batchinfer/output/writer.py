@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 from batchinfer.errors import InputError
 from batchinfer.output import arrays
 from batchinfer.output.durable import OutputError as OutputError
-from batchinfer.output.durable import sync, sync_folder
-from batchinfer.output.row_groups import GROUP_ROWS, as_stored, file_metadata, repeat_rows, row_groups
+from batchinfer.output.durable import rename, sync
+from batchinfer.output.repeat import repeated_rows
+from batchinfer.output.row_groups import GROUP_ROWS, as_stored, check_complete, file_metadata, row_groups
 from batchinfer.output.schema import METADATA_KEY
 from batchinfer.output.storage import storage_schema
 
@@ -108,12 +109,12 @@ class ParquetOutput:
         assert table.schema.equals(pa.schema(list(self._schema)[: table.num_columns])), "not the input's columns"
         ordered = sorted(results, key=lambda c: (c.row_index, c.sample_index))
         rows = np.array([c.row_index for c in ordered], dtype=np.int64) - first_row_index
-        _check_complete(rows, [c.sample_index for c in ordered], table.num_rows)
+        check_complete(rows, np.array([c.sample_index for c in ordered], dtype=np.int64), table.num_rows)
         self._num_rows += table.num_rows
         table = as_stored(table, self._stored_schema)
         with self._cleaned_up_on_error():
             for start, stop in row_groups(table, rows, self._columns.num_bytes(ordered)):
-                columns = repeat_rows(table, rows[start:stop])
+                columns = repeated_rows(table, rows[start:stop]).columns
                 columns += self._result_columns(table.num_columns, ordered[start:stop])
                 group = pa.Table.from_arrays(columns, schema=self._stored_schema)
                 self._writer.write_table(group, row_group_size=GROUP_ROWS)
@@ -134,9 +135,8 @@ class ParquetOutput:
             self._writer = None  # the work is done and must not be lost
             raise InputError(f"output {self._path} appeared meanwhile and is left alone; this run is {self._temporary}")
         with self._cleaned_up_on_error():
-            os.replace(self._temporary, _target(self._path))
+            rename(self._temporary, _target(self._path), "output")
         self._writer = None
-        sync_folder(_target(self._path).parent)
 
     def abort(self) -> None:
         """Remove what was written. Does nothing after commit or a second time."""
@@ -173,14 +173,3 @@ def _target(path: Path) -> Path:
 
 def _temporary_beside(path: Path) -> Path:
     return _target(path).parent / f".batchinfer-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-
-
-def _check_complete(rows: npt.NDArray[np.int64], sample_indices: Sequence[int], num_rows: int) -> None:
-    """Every row has the samples 0, 1, ..., n - 1 and n >= 1."""
-    assert set(rows.tolist()) == set(range(num_rows)), "a row has no completion, or a completion no row"
-    previous = -1
-    expected = 0
-    for row, sample_index in zip(rows.tolist(), sample_indices, strict=True):
-        expected = expected + 1 if row == previous else 0
-        assert sample_index == expected, f"row {row} of the window lacks sample {expected} or has it twice"
-        previous = row

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from gpu_rates import copy_rate, flops_per_s, product_seconds
-from gpu_setup import Check, NoText, random_weights, run_part
+from gpu_setup import Check, random_weights, run_part
 from gpu_steps import decode_step, greedy_step, measured_chip, prefill_step, random_kv
 
 DECODE_BAR = 0.80  # of what memory and products allow
@@ -57,6 +57,7 @@ def run_engine(check: Check, model: Any, prompts: list[list[int]], **options: An
 
     from batchinfer.config import EngineConfig
     from batchinfer.engine.engine import Engine
+    from batchinfer.models.random_model import NoText
     from batchinfer.types import Prompt, SamplingParams
 
     sizes = check.sizes

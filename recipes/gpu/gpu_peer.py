@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpu_model import random_prompts, run_engine
-from gpu_setup import Check, NoText, run_part
+from gpu_setup import Check, run_part
 
 if TYPE_CHECKING:
     from batchinfer.models.weights import DecoderWeights
@@ -137,6 +137,7 @@ def check_logits(check: Check, peer: Any, model: Any, prompts: list[list[int]]) 
 
     from batchinfer.config import EngineConfig
     from batchinfer.engine.engine import Engine
+    from batchinfer.models.random_model import NoText
     from batchinfer.types import Prompt, SamplingParams
 
     some = [ids[:64] for ids in prompts[:4]]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from batchinfer.models.spec import DecoderSpec
     from batchinfer.models.weights import DecoderWeights
@@ -229,41 +228,8 @@ def random_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) 
     """Made on the device: no file of 16 GB is read."""
     import torch
 
-    from batchinfer.models.weights import DecoderWeights, LayerWeights
+    from batchinfer.models import random_model
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
-
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=dtype, device=device)
-
-    hidden, inner, attended = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    layers = [
-        LayerWeights(
-            attn_norm=ones(hidden),
-            qkv=draw(attended + 2 * spec.num_kv_heads * spec.head_dim, hidden),
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            o=draw(hidden, attended),
-            o_bias=None,
-            mlp_norm=ones(hidden),
-            gate_up=draw(2 * inner, hidden),
-            gate_up_bias=None,
-            down=draw(hidden, inner),
-            down_bias=None,
-        )
-        for _ in range(spec.num_layers)
-    ]
-    embed = draw(spec.vocab_size, hidden) * hidden**0.5
-    return DecoderWeights(embed, layers, ones(hidden), draw(spec.vocab_size, hidden))
-
-
-class NoText:
-    """A tokenizer of tokens that are no text."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.num_ids = vocab_size
-
-    def decode(self, ids: object, skip_special_tokens: bool = True) -> str:
-        return ""
+    return random_model.random_weights(
+        spec, dtype, device, lambda shape: torch.randn(shape, dtype=dtype, device=device)
+    )

@@ -184,7 +184,7 @@ def test_with_room_every_shared_token_is_computed_once(
     drive.run()
     unique = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
     # A row whose whole prompt is there still computes its last token, which gives the first output token.
-    num_whole = sum(seq.num_reused == seq.num_prompt - 1 for seq in drive.finished)
+    num_whole = sum(seq.num_cached == seq.num_prompt - 1 for seq in drive.finished)
     assert len(unique) <= drive.num_computed_tokens <= len(unique) + num_whole
 
 
@@ -199,7 +199,7 @@ def test_blocks_are_shared_whole_and_the_rest_is_copied() -> None:
     assert two.blocks == [0, 2]
     assert second.copies == [(1, 2)]
     assert second.taken == [2]
-    assert (two.num_cached, two.num_reused) == (6, 6)
+    assert two.num_cached == 6
     assert [(seq.prompt.row_index, num) for seq, num in second.scheduled] == [(0, 1), (1, 2)]
     drive.run()
 
@@ -234,7 +234,7 @@ def test_a_full_hit_computes_the_last_token_again() -> None:
     drive.step()
     step = drive.step()
     assert [(seq.prompt.row_index, num) for seq, num in step.scheduled] == [(0, 1), (1, 1)]
-    assert step.scheduled[1][0].num_reused == 3
+    assert step.scheduled[1][0].num_cached == 3
     assert step.copies == [(0, step.scheduled[1][0].blocks[0])]
 
 
@@ -331,7 +331,7 @@ def test_of_kept_prefixes_the_one_needed_latest_is_evicted() -> None:
     drive.step()  # the filler needs two blocks, one is free
     assert {tuple(span.tolist()) for span in _kept_spans(drive).values()} == {tuple(b), tuple(c)}
     drive.run()
-    assert [seq.num_reused for seq in drive.finished] == [0, 0, 0, 0, 4, 4, 0]
+    assert [seq.num_cached for seq in drive.finished] == [0, 0, 0, 0, 4, 4, 0]
 
 
 def _kept_spans(drive: Drive) -> dict[int, np.ndarray]:
