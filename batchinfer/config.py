@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "fp8"]
 Policy = Literal["prefix", "fcfs", "priority"]
 
 #: KV positions per attention tile. Tiles lie at fixed absolute positions, whatever the block size.
@@ -15,13 +16,16 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine runs. None of these changes a token or a logprob, except `dtype` and `device`.
+    """How the engine runs. None of these changes a token or a logprob, except `dtype`, `kv_dtype` and
+    `device`.
 
     On a GPU that takes `deterministic`: without it, what runs beside a row may change its last bits.
 
     Attributes:
-        dtype: of weights and KV. "auto": bfloat16 where the checkpoint is 16-bit or quantised and
-            the device computes it natively, else float32.
+        dtype: of weights and, unless `kv_dtype` says otherwise, of KV. "auto": bfloat16 where the checkpoint is
+            16-bit or quantised and the device computes it natively, else float32.
+        kv_dtype: of KV. "auto": that of the weights. "fp8": 8 bits for a number, and a scale in fp32 for the key and
+            the value of each token and KV head: about half the memory of 16 bits, and log-probabilities that differ.
         device: "auto" (a GPU if one is there, else the CPU), "cpu", "cuda", "cuda:1", ...
         threads: CPU threads; None: the physical cores this process may use.
         max_batch_tokens: token budget of a step, prompt chunks and decodes together.
@@ -36,6 +40,7 @@ class EngineConfig:
     """
 
     dtype: Dtype = "auto"
+    kv_dtype: KVDtype = "auto"
     device: str = "auto"
     threads: int | None = None
     max_batch_tokens: int = 2048
@@ -50,6 +55,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}")
+        if self.kv_dtype not in get_args(KVDtype):
+            raise ValueError(f"kv_dtype must be one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}")
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy must be one of {', '.join(get_args(Policy))}, got {self.policy!r}")
         if self.block_size not in BLOCK_SIZES:

@@ -39,21 +39,26 @@ def run_identity(
     Raises:
         InputError: for a device that is not there.
     """
-    from batchinfer.engine.machine import choose_device, choose_dtype
+    from batchinfer.engine.machine import choose_device, choose_dtype, choose_kv_dtype
     from batchinfer.kernels.choice import choose_kernels
     from batchinfer.models.spec import choose_max_model_len
 
     spec = model.spec
     device = choose_device(settings.engine.device)
     dtype = choose_dtype(settings.engine.dtype, spec.dtype, device)
+    kv_dtype = choose_kv_dtype(settings.engine.kv_dtype, dtype)
+    kernels = choose_kernels(
+        spec, dtype, device, deterministic=settings.engine.deterministic, has_fp8_kv=kv_dtype != dtype
+    )
     identity = {
         "version": __version__,
         "model": dict(digests),
         "params": _values(params),
         "engine": {
             "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": str(kv_dtype).removeprefix("torch."),
             "device": _device_kind(device),
-            "kernels": choose_kernels(spec, dtype, device, deterministic=settings.engine.deterministic).name,
+            "kernels": kernels.name,
             "max_model_len": choose_max_model_len(settings.engine.max_model_len, spec, settings.model),
         },
         "input": {

@@ -49,6 +49,9 @@ class EngineLike(Protocol):
     def dtype(self) -> Any: ...  # a torch.dtype
 
     @property
+    def kv_dtype(self) -> Any: ...
+
+    @property
     def device(self) -> Any: ...  # a torch.device
 
     @property
@@ -335,6 +338,7 @@ def engine_settings(engine: EngineLike) -> dict[str, Any]:
     return {
         **asdict(engine.config),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "kv_dtype": str(engine.kv_dtype).removeprefix("torch."),
         "device": str(engine.device),
         "kernels": engine.kernels,
         "max_model_len": engine.max_model_len,

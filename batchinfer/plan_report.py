@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import EngineConfig
 from batchinfer.job_input import ModelResolver, open_input, prompts_of, resolve_job
+from batchinfer.models.spec import KV_SCALE_BYTES, DecoderSpec, kv_bytes_per_token
 from batchinfer.params import ResolvedParams
 from batchinfer.settings import JobSettings
 from batchinfer.types import ErrorCode, Prompt
@@ -130,6 +131,7 @@ def plan_run(
             build_prefix_tree([prompt.token_ids for prompt in runnable]),
             model.spec,
             dtype_bytes=DTYPE_BYTES[dtype],
+            kv_bytes=kv_bytes_of(settings.engine, model.spec, DTYPE_BYTES[dtype]),
             max_tokens=[min(p.params.max_tokens, max_model_len - len(p.token_ids)) for p in runnable],
             n=[prompt.params.n for prompt in runnable],
             max_num_seqs=settings.engine.max_num_seqs,
@@ -219,6 +221,12 @@ def dtype_of(config: EngineConfig, model: ModelSource) -> str:
     from batchinfer.engine.machine import choose_device, choose_dtype
 
     return str(choose_dtype("auto", model.spec.dtype, choose_device(config.device))).removeprefix("torch.")
+
+
+def kv_bytes_of(config: EngineConfig, spec: DecoderSpec, dtype_bytes: int) -> int:
+    """KV of a token in all layers, where numbers of --dtype take `dtype_bytes`."""
+    is_fp8 = config.kv_dtype == "fp8"
+    return kv_bytes_per_token(spec, 1 if is_fp8 else dtype_bytes, KV_SCALE_BYTES if is_fp8 else 0)
 
 
 def _quoted(text: str) -> str:

@@ -96,6 +96,7 @@ SETTINGS: dict[str, Setting] = {
         setting("sampling", "logprobs_mode", "string"),
         setting("sampling", "prompt_logprobs", "boolean"),
         setting("engine", "dtype", "string"),
+        setting("engine", "kv_dtype", "string"),
         setting("engine", "device", "string"),
         setting("engine", "threads", "integer"),
         setting("engine", "max_batch_tokens", "integer"),

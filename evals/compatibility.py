@@ -109,9 +109,10 @@ def _engine(before: RunIdentity, after: RunIdentity) -> Iterator[Notice]:
     engines = [run.metadata.get("engine", {}) for run in (before, after)]
     if not all(engines):
         return
+    engines = [{"kv_dtype": engine.get("dtype"), **engine} for engine in engines]  # older runs had no other
     different = [
         f"{name} {engines[0].get(name)} before, {engines[1].get(name)} after"
-        for name in ("dtype", "device", "kernels", "max_model_len")
+        for name in ("dtype", "kv_dtype", "device", "kernels", "max_model_len")
         if engines[0].get(name) != engines[1].get(name)
     ]
     if different:

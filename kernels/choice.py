@@ -26,12 +26,18 @@ FORCED = (TRITON, TORCH)
 
 
 def choose_kernels(
-    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, deterministic: bool = False
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    has_fp8_kv: bool = False,
 ) -> KernelChoice:
     """The fastest kernels that can run the model on the device.
 
     Args:
         deterministic: a row's bits must not depend on its company. On a CPU they never do.
+        has_fp8_kv: KV is kept in fp8, which the C++ kernels cannot.
 
     Raises:
         InputError: the environment names kernels that cannot run here, or nothing here is deterministic.
@@ -39,7 +45,8 @@ def choose_kernels(
     forced = forced_kernels()
     if device.type == "cpu":
         if forced is None:
-            return cpu.choose_kernels(spec, dtype, device)
+            chosen = cpu.choose_kernels(spec, dtype, device)
+            return chosen if chosen.name == TORCH or not has_fp8_kv else _NO_FP8_KV
         if forced == TORCH:
             return KernelChoice(TORCH, f"{FORCE_VARIABLE}={TORCH}")
     reason = f"{FORCE_VARIABLE}={TORCH}" if forced == TORCH else unsupported(spec, dtype, device)
@@ -50,6 +57,15 @@ def choose_kernels(
     if deterministic:
         raise InputError(f"--deterministic needs the Triton kernels on {device}, which cannot run: {reason}")
     return KernelChoice(TORCH, reason, is_missing=forced is None)
+
+
+#: Where the C++ kernels would have run.
+_NO_FP8_KV = KernelChoice(
+    TORCH,
+    "the C++ kernels have no fp8 KV",
+    is_missing=True,
+    remedy="Leave out --kv-dtype fp8 to use them: on a CPU it saves memory alone",
+)
 
 
 def forced_kernels() -> str | None:

@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer.kernels import fp8_kv
+from batchinfer.kernels.fp8_kv import KVScales
+
 #: Rows of a matrix product are padded to a multiple of this.
 ROW_MULTIPLE = 16
 
@@ -84,6 +87,7 @@ def rope_and_store_kv(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Rotate q and k, write k and v into the cache, return the rotated q.
 
@@ -91,9 +95,15 @@ def rope_and_store_kv(
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
         slots: [tokens] int64; where each token's KV goes: block_id * block_size + offset.
         k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer, changed in place.
+        scales: of an fp8 cache, of this layer, changed in place. What is quantised is what would be stored without.
     """
-    k_cache.index_copy_(0, slots, rope(k, cos, sin))
-    v_cache.index_copy_(0, slots, v)
+    rotated = rope(k, cos, sin)
+    if scales is None:
+        k_cache.index_copy_(0, slots, rotated)
+        v_cache.index_copy_(0, slots, v)
+    else:
+        fp8_kv.store(rotated, slots, k_cache, scales.k)
+        fp8_kv.store(v, slots, v_cache, scales.v)
     return rope(q, cos, sin)
 
 
@@ -103,9 +113,15 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, 
     Args:
         k_cache, v_cache: [layers, num_slots, kv_heads, head_dim]; sources, targets: [n] int64 block ids.
     """
-    for cache in (k_cache, v_cache):
+    for cache in map(fp8_kv.as_bytes, (k_cache, v_cache)):
         blocks = cache.view(cache.shape[0], -1, block_size, *cache.shape[2:])
         blocks[:, targets] = blocks[:, sources]
+
+
+def copy_scales(k_scales: Tensor, v_scales: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """The same for the scales of an fp8 cache, [layers, num_blocks, kv_heads, block_size]."""
+    for scales in (k_scales, v_scales):
+        scales[:, targets] = scales[:, sources]
 
 
 class Mask(NamedTuple):
@@ -125,7 +141,9 @@ class Wave(NamedTuple):
     masks: list[Mask | None]  # [longest]
 
 
-def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, waves: list[Wave], scale: float) -> Tensor:
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, waves: list[Wave], scale: float, scales: KVScales | None = None
+) -> Tensor:
     """Softmax attention of each query token over the KV on its path from the root of the prefix tree.
 
     KV is walked in tiles of 64 tokens at fixed absolute positions. The state (running maximum, sum,
@@ -138,6 +156,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, waves: list[Wave
         k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer.
         waves: the plan; a token's tiles come in order.
         scale: multiplies the scores.
+        scales: of an fp8 cache. Scores are multiplied by their key's scale, weights by their value's.
 
     Returns:
         [tokens, heads * head_dim] in q's dtype.
@@ -156,7 +175,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, waves: list[Wave
     k_groups = k_cache.view(-1, 16, num_kv_heads, dim)
     v_groups = v_cache.view(-1, 16, num_kv_heads, dim)
     for wave in waves:
-        _attend(wide, k_groups, v_groups, wave, state)
+        _attend(wide, k_groups, v_groups, scales, wave, state)
     out = state.acc[:num_tokens] / state.total[:num_tokens, ..., None]
     return out.to(q.dtype).view(num_tokens, num_heads * dim)
 
@@ -169,7 +188,7 @@ class _State(NamedTuple):
     acc: Tensor  # [..., lanes, dim]
 
 
-def _attend(q: Tensor, k_groups: Tensor, v_groups: Tensor, wave: Wave, state: _State) -> None:
+def _attend(q: Tensor, k_groups: Tensor, v_groups: Tensor, scales: KVScales | None, wave: Wave, state: _State) -> None:
     """Advance the state of the wave's query tokens over its tiles."""
     num_items, num_rows = wave.rows.shape
     _, num_kv_heads, per_group, dim = q.shape
@@ -188,6 +207,9 @@ def _attend(q: Tensor, k_groups: Tensor, v_groups: Tensor, wave: Wave, state: _S
             for groups in (k_groups, v_groups)
         )
         scores = torch.bmm(query[:head], keys.transpose(1, 2))
+        if scales is not None:
+            k_scales, v_scales = (_tile_scales(each, wave.groups[:active, k]) for each in scales)
+            scores.mul_(k_scales)
         mask = wave.masks[k]
         if mask is not None:
             part = scores[mask.begin * num_kv_heads : mask.end * num_kv_heads, :lanes]
@@ -199,10 +221,18 @@ def _attend(q: Tensor, k_groups: Tensor, v_groups: Tensor, wave: Wave, state: _S
         correction = torch.exp(top - new_top)
         top.copy_(new_top)
         total.mul_(correction).add_(weights.sum(-1))
+        if scales is not None:
+            weights.mul_(v_scales)
         acc.mul_(correction[..., None]).add_(torch.bmm(weights, values))
     for x, new in zip(state, local, strict=True):
         kept = new[:, :lanes] if pad else new
         x[wave.rows] = kept.reshape(num_items, num_kv_heads, num_rows, per_group, *x.shape[3:]).transpose(1, 2)
+
+
+def _tile_scales(scales: Tensor, groups: Tensor) -> Tensor:
+    """[items * kv_heads, 1, 64] of the tiles' groups [items, 4]."""
+    found = fp8_kv.scales_of_groups(scales, groups, 16).transpose(1, 2)  # [items, kv_heads, 4, 16]
+    return found.reshape(-1, 1, groups.shape[1] * 16)
 
 
 def head_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class FakeEngine:
         self.config = config or EngineConfig()
         self.max_model_len = self.config.max_model_len or self.source.spec.max_position
         self.stats = FakeEngineStats()
-        self.dtype = "float32"
+        self.dtype = self.kv_dtype = "float32"
         self.device = "cpu"
         self.kernels = "torch"
         self.device_note: str | None = None

@@ -87,15 +87,17 @@ def tiny_engine(
     max_model_len: int = 256,
     weights: DecoderWeights | None = None,
     kernels: str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Engine:
     """An engine over a random decoder and one letter per token; invariants are asserted after each step.
 
     Args:
         kernels: instruction set of the C++ kernels (bfloat16 only); None: plain torch.
+        kv_dtype: of the KV of plain torch; None: dtype.
     """
     weights = weights or random_weights(spec, dtype)
     decoder = (
-        Decoder(spec, weights, ReferenceAttention, max_model_len)
+        Decoder(spec, weights, ReferenceAttention, max_model_len, kv_dtype)
         if kernels is None
         else CpuDecoder(spec, weights, kernels, max_model_len)
     )

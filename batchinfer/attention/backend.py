@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchinfer.attention.tree import RaggedBatch, WavePlan, plan_waves
 from batchinfer.kernels import reference
+from batchinfer.kernels.fp8_kv import KVScales
 
 
 class AttentionBackend(Protocol):
@@ -22,7 +23,15 @@ class AttentionBackend(Protocol):
     def plan(self, batch: RaggedBatch, windows: frozenset[int | None]) -> None:
         """Prepare a step; `windows` are the sliding windows of the layers to come."""
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
         """[tokens, heads, head_dim] -> [tokens, heads * head_dim]; caches of one layer, see kernels.reference."""
 
 
@@ -46,5 +55,13 @@ class ReferenceAttention:
         ]
         return reference.Wave(put(wave.rows), put(wave.groups), wave.num_active, masks)
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
-        return reference.tree_attention(q, k_cache, v_cache, self._waves[window], scale)
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        return reference.tree_attention(q, k_cache, v_cache, self._waves[window], scale, scales)

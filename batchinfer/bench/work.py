@@ -9,7 +9,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.engine.window import stream_of
 from batchinfer.job_input import ModelResolver, open_input, prompts_of, resolve_job
 from batchinfer.models.spec import DecoderSpec
-from batchinfer.plan_report import DTYPE_BYTES, combine, dtype_of
+from batchinfer.plan_report import DTYPE_BYTES, combine, dtype_of, kv_bytes_of
 from batchinfer.planner.cost import JobPlan, plan_job
 from batchinfer.planner.prefix_tree import build_prefix_tree
 from batchinfer.settings import JobSettings
@@ -58,6 +58,7 @@ def plan_work(
         build_prefix_tree(token_ids),
         spec,
         dtype_bytes=dtype_bytes,
+        kv_bytes=kv_bytes_of(config, spec, dtype_bytes),
         max_tokens=num_outputs,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,

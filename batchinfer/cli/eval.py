@@ -57,6 +57,7 @@ def eval_(
     include_stop: o.IncludeStop = None,
     ignore_eos: o.IgnoreEos = None,
     dtype: o.Dtype = None,
+    kv_dtype: o.KvDtype = None,
     device: o.Device = None,
     max_model_len: o.MaxModelLen = None,
     threads: o.Threads = None,

@@ -224,6 +224,15 @@ Dtype = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Format of KV: fp8 takes about half the memory of 16 bits, and changes log-probabilities and tokens. For "
+        "GPUs: on a CPU it is slow. Default: auto, that of --dtype.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(help="cpu, cuda, cuda:1 and so on. Default: auto, a GPU if there is one.", rich_help_panel=ENGINE),

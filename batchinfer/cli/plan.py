@@ -21,6 +21,7 @@ def plan(
     max_tokens: o.MaxTokens = None,
     n: o.N = None,
     dtype: o.Dtype = None,
+    kv_dtype: o.KvDtype = None,
     device: o.Device = None,
     max_model_len: o.MaxModelLen = None,
     max_batch_tokens: o.MaxBatchTokens = None,

@@ -50,6 +50,7 @@ def run(
     logprobs_mode: o.LogprobsMode = None,
     prompt_logprobs: o.PromptLogprobs = None,
     dtype: o.Dtype = None,
+    kv_dtype: o.KvDtype = None,
     device: o.Device = None,
     max_model_len: o.MaxModelLen = None,
     threads: o.Threads = None,

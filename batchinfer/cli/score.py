@@ -112,6 +112,7 @@ def score(
     token_logprobs: TokenLogprobs = None,
     entropies: Entropies = None,
     dtype: o.Dtype = None,
+    kv_dtype: o.KvDtype = None,
     device: o.Device = None,
     max_model_len: o.MaxModelLen = None,
     threads: o.Threads = None,

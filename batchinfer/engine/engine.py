@@ -19,6 +19,7 @@ from batchinfer.engine.kv_memory import CudaMemory, KVMemory
 from batchinfer.engine.machine import (
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     fallback_note,
     free_memory_bytes,
     num_physical_cores,
@@ -30,6 +31,7 @@ from batchinfer.engine.window import WindowPlan, WindowPlanner
 from batchinfer.errors import InputError, KernelsWarning
 from batchinfer.kernels.choice import TRITON_DETERMINISTIC, TRITON_KERNELS, choose_kernels
 from batchinfer.kernels.cpu.choice import TORCH, KernelChoice
+from batchinfer.kernels.fp8_kv import FP8
 from batchinfer.models.decoder import Decoder, KVPool, LanguageModel, kv_bytes_per_block
 from batchinfer.models.source import ModelSource, resolve_model
 from batchinfer.models.spec import DecoderSpec, choose_max_model_len
@@ -86,13 +88,17 @@ class Engine:
         source = resolve_model(model) if isinstance(model, str) else model
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, source.spec.dtype, device)
+        kv_dtype = choose_kv_dtype(config.kv_dtype, dtype)
         max_model_len = choose_max_model_len(config.max_model_len, source.spec, source.name)
         if config.kv_memory_bytes is not None:  # known before the weights are read
-            _num_blocks(config, kv_bytes_per_block(source.spec, dtype, config.block_size))
+            _num_blocks(config, kv_bytes_per_block(source.spec, kv_dtype, config.block_size))
         torch.set_num_threads(config.threads or num_physical_cores())
-        kernels = choose_kernels(source.spec, dtype, device, deterministic=config.deterministic)
+        kernels = choose_kernels(
+            source.spec, dtype, device, deterministic=config.deterministic, has_fp8_kv=kv_dtype != dtype
+        )
         _warn_of_missing(kernels)
-        decoder = _make_decoder(source.spec, source.load_weights(dtype, device), kernels.name, max_model_len)
+        weights = source.load_weights(dtype, device)
+        decoder = _make_decoder(source.spec, weights, kernels.name, max_model_len, kv_dtype)
         self._set_up(decoder, source.tokenizer, source.eos_token_ids, max_model_len, config)
         self.source: ModelSource | None = source
         self.device_note = fallback_note(config.device, device)
@@ -107,7 +113,10 @@ class Engine:
         max_model_len: int,
         config: EngineConfig | None = None,
     ) -> Engine:
-        """An engine over a model object of one's own; see LanguageModel."""
+        """An engine over a model object of one's own; see LanguageModel.
+
+        Raises ValueError if `config` asks for KV in fp8 and the model was not made with it.
+        """
         self = cls.__new__(cls)
         self._set_up(model, tokenizer, eos_token_ids, max_model_len, config or EngineConfig())
         self.source = None
@@ -123,6 +132,10 @@ class Engine:
         max_model_len: int,
         config: EngineConfig,
     ) -> None:
+        if config.kv_dtype == "fp8" and _kv_dtype(model) != FP8:
+            raise ValueError(
+                f"kv_dtype is fp8, but the model keeps its KV in {_kv_dtype(model)}: make it with kv_dtype"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
@@ -151,7 +164,11 @@ class Engine:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return kv_bytes_per_block(self.model.spec, self.dtype, 1)
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return _kv_dtype(self.model)
+
+        return kv_bytes_per_block(self.model.spec, self.kv_dtype, 1)
 
     def run(
         self, prompts: Sequence[Prompt], on_step: Callable[[EngineStats], None] | None = None
@@ -285,7 +302,7 @@ class Engine:
         return replace(prompt, error=RowError(ErrorCode.NEVER_FITS, message))
 
     def _bytes_per_block(self) -> int:
-        return kv_bytes_per_block(self.model.spec, self.dtype, self.config.block_size)
+        return kv_bytes_per_block(self.model.spec, self.kv_dtype, self.config.block_size)
 
     def _kv_limit_bytes(self) -> int:
         """The largest pool that may be made when no size is given."""
@@ -415,13 +432,21 @@ class Engine:
         return score_inputs(self, inputs, **options)
 
 
-def _make_decoder(spec: DecoderSpec, weights: DecoderWeights, kernels: str, max_model_len: int) -> LanguageModel:
+def _kv_dtype(model: LanguageModel) -> torch.dtype:
+    """FP8, or the model's own."""
+    return getattr(model, "kv_dtype", model.dtype)
+
+
+def _make_decoder(
+    spec: DecoderSpec, weights: DecoderWeights, kernels: str, max_model_len: int, kv_dtype: torch.dtype
+) -> LanguageModel:
     if kernels == TORCH:
-        return Decoder(spec, weights, ReferenceAttention, max_model_len)
+        return Decoder(spec, weights, ReferenceAttention, max_model_len, kv_dtype)
     if kernels in TRITON_KERNELS:
         from batchinfer.kernels.triton.decoder import TritonDecoder
 
-        return TritonDecoder(spec, weights, max_model_len, deterministic=kernels == TRITON_DETERMINISTIC)
+        deterministic = kernels == TRITON_DETERMINISTIC
+        return TritonDecoder(spec, weights, max_model_len, deterministic=deterministic, kv_dtype=kv_dtype)
     from batchinfer.kernels.cpu.decoder import CpuDecoder
 
     return CpuDecoder(spec, weights, kernels, max_model_len)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from batchinfer.config import Dtype
+from batchinfer.config import Dtype, KVDtype
 from batchinfer.engine import cgroups
 from batchinfer.errors import InputError
+from batchinfer.kernels.fp8_kv import FP8
 
 
 def num_physical_cores() -> int:
@@ -82,6 +83,11 @@ def choose_dtype(name: Dtype, checkpoint: str | None, device: torch.device) -> t
         return torch.float16 if checkpoint == "float16" else torch.bfloat16
     is_native = checkpoint in (None, "bfloat16") and _cpu_has_bfloat16()
     return torch.bfloat16 if is_native else torch.float32
+
+
+def choose_kv_dtype(name: KVDtype, dtype: torch.dtype) -> torch.dtype:
+    """Of the KV of a model whose weights are of this dtype."""
+    return dtype if name == "auto" else FP8
 
 
 def _cpu_has_bfloat16() -> bool:

@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from batchinfer.attention.backend import AttentionBackend
 from batchinfer.attention.tree import RaggedBatch
 from batchinfer.kernels import reference
+from batchinfer.kernels.fp8_kv import FP8, KVScales, as_bytes
 from batchinfer.models.rope import rope_tables
-from batchinfer.models.spec import DecoderSpec
+from batchinfer.models.spec import KV_SCALE_BYTES, DecoderSpec, kv_bytes_per_token
 from batchinfer.models.weights import DecoderWeights, LayerWeights
 
 
@@ -53,7 +54,8 @@ class KVPool(Protocol):
 
 
 def kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
-    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    """dtype: of the KV; that of fp8 includes its scales."""
+    return block_size * kv_bytes_per_token(spec, dtype.itemsize, KV_SCALE_BYTES if dtype == FP8 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,31 +65,46 @@ class KVCache:
     k: Tensor  # [num_layers, num_blocks * block_size, num_kv_heads, head_dim]
     v: Tensor
     block_size: int
+    all_scales: KVScales | None = None  # of fp8: each [num_layers, num_blocks, num_kv_heads, block_size] fp32
 
     @property
     def num_blocks(self) -> int:
         return self.k.shape[1] // self.block_size
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.k, self.v, *(self.all_scales or ()))
+
+    @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @classmethod
     def make(
         cls, spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
+    ) -> Self:
         shape = (spec.num_layers, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
         k, v = (zeroed_pages(shape, dtype, device) for _ in range(2))
-        return cls(k, v, block_size)
+        if dtype != FP8:
+            return cls(k, v, block_size)
+        of_scales = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size)
+        return cls(k, v, block_size, KVScales(*(zeroed_pages(of_scales, torch.float32, device) for _ in range(2))))
+
+    def scales(self, layer: int) -> KVScales | None:
+        return None if self.all_scales is None else KVScales(self.all_scales.k[layer], self.all_scales.v[layer])
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         sources, targets = torch.tensor(pairs, dtype=torch.int64, device=self.k.device).unbind(1)
         reference.copy_kv(self.k, self.v, sources, targets, self.block_size)
+        if self.all_scales is not None:
+            reference.copy_scales(*self.all_scales, sources, targets)
 
     def clear_blocks(self, blocks: list[int]) -> None:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
         for cache in (self.k, self.v):
-            cache.view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index] = 0
+            as_bytes(cache).view(cache.shape[0], -1, self.block_size, *cache.shape[2:])[:, index] = 0
+        for scales in self.all_scales or ():
+            scales[:, index] = 0
 
 
 def zeroed_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -141,7 +158,11 @@ class FusedHead(Protocol):
 
 
 class Decoder:
-    """A pre-norm transformer decoder over paged KV."""
+    """A pre-norm transformer decoder over paged KV.
+
+    Args:
+        kv_dtype: FP8, or None: that of the weights.
+    """
 
     def __init__(
         self,
@@ -149,10 +170,12 @@ class Decoder:
         weights: DecoderWeights,
         make_attention: Callable[[torch.device], AttentionBackend],
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
         self.dtype = weights.embed.dtype
+        self.kv_dtype = kv_dtype or self.dtype
         self.device = weights.embed.device
         self.attention = make_attention(self.device)
         cos, sin = rope_tables(spec.rope, max_model_len)
@@ -160,7 +183,7 @@ class Decoder:
         self._windows = frozenset(spec.sliding_windows)
 
     def make_kv(self, num_blocks: int, block_size: int) -> KVCache:
-        return KVCache.make(self.spec, num_blocks, block_size, self.dtype, self.device)
+        return KVCache.make(self.spec, num_blocks, block_size, self.kv_dtype, self.device)
 
     def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
         num_tokens = len(inputs.token_ids)
@@ -189,8 +212,9 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, _ = reference.rms_norm(q, layer.q_norm, spec.rms_norm_eps)
             k, _ = reference.rms_norm(k, layer.k_norm, spec.rms_norm_eps)
-        q = reference.rope_and_store_kv(q, k, v, cos, sin, slots, kv.k[index], kv.v[index])
-        out = self.attention.forward(q, kv.k[index], kv.v[index], spec.head_dim**-0.5, spec.sliding_windows[index])
+        caches, scales = (kv.k[index], kv.v[index]), kv.scales(index)
+        q = reference.rope_and_store_kv(q, k, v, cos, sin, slots, *caches, scales)
+        out = self.attention.forward(q, *caches, spec.head_dim**-0.5, spec.sliding_windows[index], scales)
         out = torch.nn.functional.pad(out, (0, 0, 0, len(x) - num_tokens))
         return reference.linear(out, layer.o, layer.o_bias)
 

@@ -60,6 +60,20 @@ class DecoderSpec:
     dtype: str | None  # dtype of the checkpoint: "bfloat16", ...; None: not stated
 
 
+#: Bytes of the scale that each key and each value of an fp8 KV cache has, for each token and KV head.
+KV_SCALE_BYTES = 4
+
+
+def kv_bytes_per_token(spec: DecoderSpec, number_bytes: int, scale_bytes: int = 0) -> int:
+    """KV of a token in all layers.
+
+    Args:
+        number_bytes: of each number; 1 is fp8.
+        scale_bytes: of each vector; KV_SCALE_BYTES for fp8.
+    """
+    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim * number_bytes + scale_bytes)
+
+
 #: Where a family's config says whether a linear layer has a bias: a key of the config, or a fixed answer.
 BiasRule = bool | str
 #: "none": full attention; "all": every layer has `sliding_window`; "layer_types": as the list of that name says.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.models.spec import DecoderSpec
+from batchinfer.models.spec import DecoderSpec, kv_bytes_per_token
 from batchinfer.planner.prefix_tree import Int64s, PrefixTree
 
 
@@ -34,7 +34,8 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """KV positions and bytes. bytes = tokens * 2 * num_layers * num_kv_heads * head_dim * dtype_bytes.
+    """KV positions and bytes. bytes = tokens * bytes_per_token, which is
+    2 * num_layers * num_kv_heads * head_dim * dtype_bytes unless KV has a format of its own.
 
     peak: the most that `max_num_seqs` consecutive samples in depth-first order need at full length,
         each shared prompt token once: prompt paths in common + sum of (max_tokens - 1). Whatever a
@@ -121,6 +122,7 @@ def plan_job(
     spec: DecoderSpec,
     *,
     dtype_bytes: int,
+    kv_bytes: int | None = None,
     max_tokens: npt.ArrayLike,
     n: npt.ArrayLike = 1,
     max_num_seqs: int = 256,
@@ -130,13 +132,16 @@ def plan_job(
     """The plan of the rows of `tree`.
 
     Args:
-        dtype_bytes: of a weight and of a KV value.
+        dtype_bytes: of a weight.
+        kv_bytes: KV of a token in all layers; None: its numbers are as wide as weights.
         max_tokens, n: of each row, [num_rows], or one value for all; at least 1.
 
     Raises ValueError for values below 1 or of another shape.
     """
     samples = _Samples.of(tree, _per_row("max_tokens", max_tokens, tree), _per_row("n", n, tree), max_num_seqs)
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
+    if kv_bytes is None:
+        kv_bytes = kv_bytes_per_token(spec, dtype_bytes)
+    sizes = dtype_bytes, kv_bytes, max_batch_tokens
     parameters = num_parameters(spec)
     shareable = tree.num_shareable_tokens
     return JobPlan(
@@ -154,8 +159,8 @@ def plan_job(
         num_parameters=parameters,
         weight_bytes=parameters * dtype_bytes,
         kv=_kv_memory(tree, samples, kv_bytes),
-        with_sharing=_cost(_Work.shared(tree, samples, max_batch_tokens), samples, spec, dtype_bytes, max_batch_tokens),
-        without_sharing=_cost(_Work.unshared(samples, max_batch_tokens), samples, spec, dtype_bytes, max_batch_tokens),
+        with_sharing=_cost(_Work.shared(tree, samples, max_batch_tokens), samples, spec, *sizes),
+        without_sharing=_cost(_Work.unshared(samples, max_batch_tokens), samples, spec, *sizes),
     )
 
 
@@ -275,7 +280,9 @@ def _shared_decode_reads(tree: PrefixTree, samples: _Samples) -> int:
     return int(((tree.end - tree.start)[has_span][node] * longest).sum())
 
 
-def _cost(work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, max_batch_tokens: int) -> JobCost:
+def _cost(
+    work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, kv_bytes: int, max_batch_tokens: int
+) -> JobCost:
     num_prompt = int((work.end - work.begin).sum())
     num_decode = int((samples.num_outputs - 1).sum())
     num_computed = num_prompt + num_decode
@@ -296,7 +303,6 @@ def _cost(work: _Work, samples: _Samples, spec: DecoderSpec, dtype_bytes: int, m
     matmul = 2 * (_num_linear_weights(spec) * num_computed - skipped * (num_computed - num_drawn_from))
     attention = 4 * spec.num_heads * spec.head_dim * contexts
     lm_head = 2 * head_weights * num_sampled
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes
     own_reads = int((samples.num_outputs * (samples.num_outputs - 1) // 2).sum())
     lm_head_bytes = dtype_bytes * head_weights * num_sampling_steps
     weights_of_step = _num_block_parameters(spec) + spec.hidden_size

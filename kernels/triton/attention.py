@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchinfer.attention.tree import RaggedBatch
 from batchinfer.engine.staging import Staging
+from batchinfer.kernels.fp8_kv import KVScales, as_bytes
 from batchinfer.kernels.triton.attention_kernels import attend_items, merge_partials
 from batchinfer.kernels.triton.launch import Chip, cdiv, chip_of, next_power_of_2, num_sms, options
 from batchinfer.kernels.triton.plan import ITEM_FIELDS, Int32s, ItemShape, PlanLimits, TreePlan, plan_tree
@@ -83,13 +84,6 @@ class DevicePlan(NamedTuple):
     config: AttentionConfig
 
 
-class KVScales(NamedTuple):
-    """What fp8 numbers are to be multiplied by."""
-
-    k: Tensor  # [kv_heads] fp32
-    v: Tensor  # [kv_heads] fp32
-
-
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -98,18 +92,19 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    kv_scales: KVScales | None = None,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Softmax attention of each query token over the KV on its path from the root of the prefix tree.
 
     Args:
         q: [tokens, heads, head_dim]; tokens may lie apart, as in a fused projection of q, k and v.
-        k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer, contiguous, of q's dtype; with kv_scales
-            torch.float8_e4m3fn.
+        k_cache, v_cache: [num_slots, kv_heads, head_dim] of one layer, contiguous, of q's dtype; with scales of
+            fp8_kv.FP8.
         plan: of this window.
         scale: multiplies the scores.
         window: sliding window W: a query at position p sees keys p - W + 1 .. p.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap).
+        scales: of an fp8 cache; see reference.tree_attention.
 
     Returns:
         [tokens, heads * head_dim] in q's dtype. Rows that the plan does not hold are not written.
@@ -120,21 +115,21 @@ def tree_attention(
     assert all(cache.is_contiguous() for cache in (k_cache, v_cache))
     sizes = _Sizes(
         num_heads, num_kv_heads, head_dim, q.stride(0), plan.block_size, window is not None, soft_cap is not None,
-        kv_scales is not None,
+        scales is not None,
     )  # fmt: skip
-    if kv_scales is not None:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max(1, plan.num_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_sums = torch.empty((max(1, plan.num_partials), num_heads, 2), dtype=torch.float32, device=q.device)
-    k_scales, v_scales = kv_scales if kv_scales is not None else (partial_sums, partial_sums)  # not read
+    k_scales, v_scales = scales if scales is not None else (partial_sums, partial_sums)  # not read
+    assert k_scales.is_contiguous()
+    assert v_scales.is_contiguous()
     # tanh(y) = 1 - 2 / (e^2y + 1); exponents are of 2.
     multiplier, cap_factor = (
         (scale * LOG2_E, 0.0) if soft_cap is None else (soft_cap * LOG2_E, 2 * LOG2_E * scale / soft_cap)
     )
     chip = chip_of(q.device)
     attend_items[(plan.items.shape[0] * num_kv_heads,)](
-        q, k_cache, v_cache, out, partial_acc, partial_sums,
+        q, as_bytes(k_cache), as_bytes(v_cache), out, partial_acc, partial_sums,
         plan.items, plan.rows, plan.positions, plan.slots, plan.tables, plan.tables.stride(0),
         k_scales, v_scales, multiplier, cap_factor, window or 0,
         **sizes.constexprs(plan.config),
@@ -143,9 +138,7 @@ def tree_attention(
     if plan.merges.shape[0]:
         constexprs = sizes.merge_constexprs()
         grid = (plan.merges.shape[0] * cdiv(num_heads, constexprs["BLOCK_H"]),)
-        merge_partials[grid](
-            out, partial_acc, partial_sums, plan.merges, v_scales, **constexprs, **options(chip, MERGE_WARPS)
-        )
+        merge_partials[grid](out, partial_acc, partial_sums, plan.merges, **constexprs, **options(chip, MERGE_WARPS))
     return out
 
 
@@ -184,12 +177,10 @@ class _Sizes(NamedTuple):
         block_d = _block_d(self.head_dim)
         return {
             "NUM_HEADS": self.num_heads,
-            "PER_GROUP": self.num_heads // self.num_kv_heads,
             "DIM": self.head_dim,
             "BLOCK_D": block_d,
             "BLOCK_H": min(next_power_of_2(self.num_heads), max(1, 512 // block_d)),
             "UNROLL": 8,
-            "IS_FP8": self.is_fp8,
         }
 
 
@@ -198,10 +189,10 @@ class TritonAttention:
 
     Args:
         device: a GPU, or the CPU in Triton's interpreter.
-        dtype: of q, and of the KV cache unless there are kv_scales.
+        dtype: of q, and of the KV cache unless that is fp8.
         is_invariant: a token's result does not depend on the rest of the batch, to the last bit. Costs narrow items
             and, where sequences share KV, more partial results.
-        soft_cap, kv_scales: see tree_attention.
+        soft_cap: see tree_attention.
         config: of tiles; None: what suits the chip.
     """
 
@@ -215,7 +206,6 @@ class TritonAttention:
         *,
         is_invariant: bool = False,
         soft_cap: float | None = None,
-        kv_scales: KVScales | None = None,
         config: AttentionConfig | None = None,
     ) -> None:
         if num_heads % num_kv_heads:
@@ -231,7 +221,6 @@ class TritonAttention:
             is_invariant=is_invariant,
         )
         self._soft_cap = soft_cap
-        self._kv_scales = kv_scales
         self._staging = Staging(device)
         self._plans: dict[int | None, DevicePlan] = {}
 
@@ -246,9 +235,16 @@ class TritonAttention:
                 items, rows, positions, slots, merges, put[0], plan.num_partials, batch.block_size, self.config
             )
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
-        plan = self._plans[window]
-        return tree_attention(q, k_cache, v_cache, plan, scale, window, self._soft_cap, self._kv_scales)
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        return tree_attention(q, k_cache, v_cache, self._plans[window], scale, window, self._soft_cap, scales)
 
     def static(self, num_rows: int, max_blocks: int, block_size: int) -> StaticTritonAttention:
         """The same for decode steps of up to so many rows, in buffers that stay. max_blocks: of a sequence."""
@@ -304,7 +300,15 @@ class StaticTritonAttention:
         sizes = [cdiv(math.prod(shape), 4) * 4 for shape in self._shapes]
         return [sum(sizes[:index]) for index in range(len(sizes) + 1)]
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
         """As AttentionBackend.forward; rows of q behind the planned ones give anything."""
         items, rows, positions, slots, merges, tables = (
             self._buffers[window][begin : begin + math.prod(shape)].view(shape)
@@ -314,7 +318,7 @@ class StaticTritonAttention:
         plan = DevicePlan(
             items, rows, positions, slots, merges, tables, self.limits.num_partials, self._block_size, attention.config
         )
-        return tree_attention(q, k_cache, v_cache, plan, scale, window, attention._soft_cap, attention._kv_scales)
+        return tree_attention(q, k_cache, v_cache, plan, scale, window, attention._soft_cap, scales)
 
 
 def decode_limits(num_rows: int, shape: ItemShape) -> PlanLimits:
@@ -336,10 +340,14 @@ def aot_variants(chip: Chip) -> list[Variant]:
     phi = ModelShape("phi-2", 2560, 10240, 32, 32, 80, 51200)
     found = [_variant(chip, "bf16", shape) for shape in (*SHAPES, qwen, phi)]
     found.append(_variant(chip, "bf16", gemma, ", window and cap", has_window=True, has_cap=True))
-    found.append(_variant(chip, "bf16", LLAMA_8B, ", fp8 KV", is_fp8=True))
+    found += [_variant(chip, "bf16", shape, ", fp8 KV", is_fp8=True) for shape in (*SHAPES, phi)]
+    found.append(_variant(chip, "bf16", LLAMA_8B, ", blocks of 16, fp8 KV", block_size=16, is_fp8=True))
+    found.append(_variant(chip, "bf16", gemma, ", window and cap, fp8 KV", has_window=True, has_cap=True, is_fp8=True))
+    found.append(_variant(chip, "fp16", LLAMA_8B, ", fp8 KV", is_fp8=True))
+    found.append(_variant(chip, "fp32", SMOLLM2_135M, ", fp8 KV", is_fp8=True))
     found += [_variant(chip, "bf16", LLAMA_8B, f", blocks of {size}", block_size=size) for size in (16, 256)]
     found += [_variant(chip, "fp16", LLAMA_8B), _variant(chip, "fp32", SMOLLM2_135M), _variant(chip, "fp32", gemma)]
-    pointers = {"out": "*bf16", "partial_acc": "*fp32", "partial_sums": "*fp32", "merges": "*i32", "v_scales": "*fp32"}
+    pointers = {"out": "*bf16", "partial_acc": "*fp32", "partial_sums": "*fp32", "merges": "*i32"}
     for shape in SHAPES:
         sizes = _Sizes(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.qkv, 64, False, False, False)
         constexprs = sizes.merge_constexprs()

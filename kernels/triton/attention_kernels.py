@@ -65,7 +65,8 @@ def _walk(
     head: tl.tensor,
     multiplier: tl.tensor,
     cap_factor: tl.tensor,
-    value_scale: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     window: tl.tensor,
     Q_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -111,12 +112,16 @@ def _walk(
             block = tl.load(table + tile * TILE // BLOCK_SIZE).to(tl.int64)
             kv_base = (block * BLOCK_SIZE + tile * TILE % BLOCK_SIZE) * (NUM_KV_HEADS * DIM) + head * DIM
             kv_at = keys * (NUM_KV_HEADS * DIM)
+            scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE + keys
         else:
-            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             kv_base = head * DIM
             kv_at = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (NUM_KV_HEADS * DIM)
+            scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + key % BLOCK_SIZE
         k = _load_kv(k_cache + kv_base + (kv_at[:, None] + dims[None, :]), kv_mask, query.dtype, IS_FP8)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if IS_FP8:
+            scores = scores * (tl.load(k_scales + scale_at, mask=is_key, other=0.0) * _FP8_UNIT)[None, :]
         if HAS_CAP:  # tanh, the multiplier holds the cap
             scores = 1 - 2 / (tl.exp2(scores * cap_factor) + 1)
         is_cut = (tile + 1) * TILE - 1 > min_position
@@ -130,8 +135,11 @@ def _walk(
         tile_top = tl.maximum(tl.max(scores, 1) * multiplier, _LOWEST)
         weights = tl.exp2(tl.fma(scores, multiplier, -tile_top[:, None]))
         v = _load_kv(v_cache + kv_base + (kv_at[:, None] + dims[None, :]), kv_mask, query.dtype, IS_FP8)
+        sums = tl.sum(weights, 1)
+        if IS_FP8:
+            weights = weights * (tl.load(v_scales + scale_at, mask=is_key, other=0.0) * _FP8_UNIT)[None, :]
         mixed = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top, total, acc = _merge(top, total, acc, tile_top, tl.sum(weights, 1), mixed)
+        top, total, acc = _merge(top, total, acc, tile_top, sums, mixed)
     # Read again, not kept over the loop: registers are short there.
     lane = tl.load(item + 1, volatile=True) + tl.arange(0, LANES)
     is_lane = lane < tl.load(item + 2)
@@ -140,7 +148,7 @@ def _walk(
     mask = is_lane[:, None] & is_dim[None, :]
     if (tl.load(item + 6) & _IS_DIRECT) != 0:
         out_at = row.to(tl.int64) * (num_heads * DIM) + q_head * DIM
-        result = (acc / total[:, None] * value_scale).to(out.dtype.element_ty)
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_at[:, None] + dims[None, :], result, mask=mask)
     else:
         slot = tl.load(slots + row, mask=is_lane, other=0) + tl.load(item + 9)
@@ -188,26 +196,18 @@ def attend_items(
     """Program (item, KV head). multiplier: of scores, for exponents of 2. cap_factor: of scores within the cap."""
     head = tl.program_id(0) % NUM_KV_HEADS
     item = items + tl.program_id(0) // NUM_KV_HEADS * _FIELDS
-    value_scale = 1.0
-    if IS_FP8:
-        k_scale = tl.load(k_scales + head) * _FP8_UNIT
-        value_scale = tl.load(v_scales + head) * _FP8_UNIT
-        if HAS_CAP:
-            cap_factor = cap_factor * k_scale
-        else:
-            multiplier = multiplier * k_scale
     if tl.load(item + 5) > 0:
         if (tl.load(item + 6) & _IS_WIDE) != 0:
             _walk(
                 q, k_cache, v_cache, out, partial_acc, partial_sums, item, rows, positions, slots, tables,
-                table_stride, head, multiplier, cap_factor, value_scale, window,
+                table_stride, head, multiplier, cap_factor, k_scales, v_scales, window,
                 Q_STRIDE, NUM_KV_HEADS, PER_GROUP, DIM, BLOCK_D, BLOCK_SIZE, TILE, WIDE, WIDE_STAGES,
                 HAS_WINDOW, HAS_CAP, IS_FP8, PRECISION,
             )  # fmt: skip
         else:
             _walk(
                 q, k_cache, v_cache, out, partial_acc, partial_sums, item, rows, positions, slots, tables,
-                table_stride, head, multiplier, cap_factor, value_scale, window,
+                table_stride, head, multiplier, cap_factor, k_scales, v_scales, window,
                 Q_STRIDE, NUM_KV_HEADS, PER_GROUP, DIM, BLOCK_D, BLOCK_SIZE, TILE, NARROW, NARROW_STAGES,
                 HAS_WINDOW, HAS_CAP, IS_FP8, PRECISION,
             )  # fmt: skip
@@ -219,14 +219,11 @@ def merge_partials(
     partial_acc: tl.tensor,
     partial_sums: tl.tensor,
     merges: tl.tensor,
-    v_scales: tl.tensor,
     NUM_HEADS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr,
-    IS_FP8: tl.constexpr,
 ) -> None:
     """Program (query token, BLOCK_H heads). Loads of UNROLL partial results are under way at a time."""
     num_blocks: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -255,9 +252,6 @@ def merge_partials(
                 top = tl.where(is_there, both, top)
                 total = tl.where(is_there, sums, total)
                 acc = tl.where(is_there[:, None], accs, acc)
-        value_scale = 1.0
-        if IS_FP8:
-            value_scale = tl.load(v_scales + head // PER_GROUP, mask=is_head, other=1.0)[:, None] * _FP8_UNIT
-        result = acc / total[:, None] * value_scale
+        result = acc / total[:, None]
         out_at = row.to(tl.int64) * (NUM_HEADS * DIM) + head * DIM
         tl.store(out + out_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer.kernels.fp8_kv import KVScales, as_bytes
 from batchinfer.kernels.triton.launch import Chip, cdiv, chip_of, options
 from batchinfer.kernels.triton.variants import DTYPES, SHAPES, Variant
 
@@ -50,42 +51,42 @@ def copy_kv(
     block_size: int,
     *,
     is_disjoint: bool = False,
+    scales: KVScales | None = None,
 ) -> None:
-    """See reference.copy_kv: all sources are read before any target is written.
+    """See reference.copy_kv, and copy_scales for those of fp8: all sources are read before any target is written.
 
     Args:
         is_disjoint: no block is both a source and a target. Then blocks are copied directly, else by way of a
             second place for as many blocks.
     """
-    num_pairs, num_layers = len(sources), k_cache.shape[0]
-    if not num_pairs:
+    if not len(sources):
         return
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    if is_disjoint:
-        _copy((k_cache, v_cache), (k_cache, v_cache), sources, targets, num_pairs, block_size)
-        return
-    shape = (num_layers, num_pairs * block_size, *k_cache.shape[2:])
-    stage = (k_cache.new_empty(shape), v_cache.new_empty(shape))
-    _copy((k_cache, v_cache), stage, sources, None, num_pairs, block_size)
-    _copy(stage, (k_cache, v_cache), None, targets, num_pairs, block_size)
+    num_layers, num_slots = k_cache.shape[:2]
+    for pair in ((as_bytes(k_cache), as_bytes(v_cache)), scales):
+        if pair is None:
+            continue
+        k, v = (each.view(num_layers, num_slots // block_size, -1) for each in pair)
+        if is_disjoint:
+            _copy((k, v), (k, v), sources, targets)
+            continue
+        shape = (num_layers, len(sources), k.shape[2])
+        stage = (k.new_empty(shape), v.new_empty(shape))
+        _copy((k, v), stage, sources, None)
+        _copy(stage, (k, v), None, targets)
 
 
 def _copy(
-    origin: tuple[Tensor, Tensor],
-    goal: tuple[Tensor, Tensor],
-    sources: Tensor | None,
-    targets: Tensor | None,
-    num_pairs: int,
-    block_size: int,
+    origin: tuple[Tensor, Tensor], goal: tuple[Tensor, Tensor], sources: Tensor | None, targets: Tensor | None
 ) -> None:
-    num_layers, _, num_kv_heads, head_dim = origin[0].shape
-    elements = block_size * num_kv_heads * head_dim
-    copy_blocks_kernel[(num_pairs, num_layers, cdiv(elements, BLOCK))](
+    """Tensors are [layers, blocks, elements], contiguous; without sources (targets) pair i reads (writes) block i."""
+    assert all(each.is_contiguous() for each in (*origin, *goal))
+    num_layers, _, elements = origin[0].shape
+    blocks = [each for each in (sources, targets) if each is not None]
+    copy_blocks_kernel[(len(blocks[0]), num_layers, cdiv(elements, BLOCK))](
         *origin,
         *goal,
-        targets if sources is None else sources,
-        sources if targets is None else targets,
+        blocks[0],
+        blocks[-1],
         origin[0].stride(0),
         goal[0].stride(0),
         ELEMENTS=elements,
@@ -98,19 +99,20 @@ def _copy(
 
 def aot_variants(chip: Chip) -> list[Variant]:
     found = []
+    labels = {"u8": "fp8 KV", "fp32": "scales of fp8 KV"}
     signature = {"sources_ptr": "*i64", "targets_ptr": "*i64", "from_stride": "i64:16", "to_stride": "i64:16"}
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, "u8", "fp32"):
         pointers = dict.fromkeys(("k_from_ptr", "v_from_ptr", "k_to_ptr", "v_to_ptr"), f"*{dtype}")
         for shape in SHAPES:
             for has_sources, has_targets in ((True, True), (True, False), (False, True)):
                 constants = {
-                    "ELEMENTS": 16 * shape.num_kv_heads * shape.head_dim,
+                    "ELEMENTS": 16 * shape.num_kv_heads * (1 if dtype == "fp32" else shape.head_dim),
                     "HAS_SOURCES": has_sources,
                     "HAS_TARGETS": has_targets,
                     "BLOCK": BLOCK,
                 }
                 what = "direct" if has_sources and has_targets else "read" if has_sources else "write"
-                label = f"{shape.name} {what}, {dtype}"
+                label = f"{shape.name} {what}, {labels.get(dtype, dtype)}"
                 found.append(
                     Variant(label, copy_blocks_kernel, pointers | signature, constants, options(chip, NUM_WARPS))
                 )

@@ -41,7 +41,15 @@ class SlotKV(KVCache):
         def put(blocks: tuple[int, ...]) -> Tensor:
             return torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
 
-        copy_kv(self.k, self.v, put(sources), put(targets), self.block_size, is_disjoint=is_disjoint)
+        copy_kv(
+            self.k,
+            self.v,
+            put(sources),
+            put(targets),
+            self.block_size,
+            is_disjoint=is_disjoint,
+            scales=self.all_scales,
+        )
 
 
 class TritonDecoder:
@@ -50,6 +58,7 @@ class TritonDecoder:
     Args:
         deterministic: products by Triton too, so that a row's bits depend on that row alone. Without it they are
             torch's, which on a GPU sum in another order for another number of rows.
+        kv_dtype: FP8, or None: that of the weights.
         record: decode steps; None: only run them. Default: on a GPU.
     """
 
@@ -60,11 +69,13 @@ class TritonDecoder:
         max_model_len: int,
         *,
         deterministic: bool = False,
+        kv_dtype: torch.dtype | None = None,
         record: Record | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights
         self.dtype = weights.embed.dtype
+        self.kv_dtype = kv_dtype or self.dtype
         self.device = weights.embed.device
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # Triton launches, and graphs are recorded, on the current one
@@ -90,8 +101,7 @@ class TritonDecoder:
     def make_kv(self, num_blocks: int, block_size: int) -> SlotKV:
         if self._graphs is not None:
             self._graphs.clear()
-        made = KVCache.make(self.spec, num_blocks, block_size, self.dtype, self.device)
-        return SlotKV(made.k, made.v, block_size)
+        return SlotKV.make(self.spec, num_blocks, block_size, self.kv_dtype, self.device)
 
     def forward(self, inputs: StepInputs, kv: KVCache) -> Tensor:
         hidden = None if self._graphs is None else self._graphs.forward(inputs, kv)
@@ -127,9 +137,9 @@ class TritonDecoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, _ = rms_norm(q, layer.q_norm, spec.rms_norm_eps)
             k, _ = rms_norm(k, layer.k_norm, spec.rms_norm_eps)
-        keys, values = kv.k[index], kv.v[index]
-        q = rope_and_store_kv(q, k, v, cos, sin, step.slots, keys, values)
-        return step.attention.forward(q, keys, values, spec.head_dim**-0.5, spec.sliding_windows[index])
+        caches, scales = (kv.k[index], kv.v[index]), kv.scales(index)
+        q = rope_and_store_kv(q, k, v, cos, sin, step.slots, *caches, scales)
+        return step.attention.forward(q, *caches, spec.head_dim**-0.5, spec.sliding_windows[index], scales)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return head.head_logits(hidden, self.weights.lm_head)

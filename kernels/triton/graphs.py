@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchinfer.attention.tree import RaggedBatch
 from batchinfer.errors import KernelsWarning
+from batchinfer.kernels.fp8_kv import KVScales
 from batchinfer.models.decoder import KVCache, StepInputs
 
 #: Steps of a size before it is recorded. The first ones compile its kernels, which must not happen while recording.
@@ -41,7 +42,15 @@ class StaticAttention(Protocol):
     def plan(self, batch: RaggedBatch, windows: frozenset[int | None]) -> None:
         """Write the plan into the buffers. Raises ValueError if it does not fit them."""
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
         """As AttentionBackend.forward; rows of q behind the planned ones may give anything."""
 
 
@@ -121,7 +130,7 @@ class DecodeGraphs:
         size = _decode_size(inputs)
         if size is None or self._failed:
             return None
-        addresses = (kv.k.data_ptr(), kv.v.data_ptr())
+        addresses = tuple(tensor.data_ptr() for tensor in kv.tensors)
         if addresses != self._addresses:
             self.clear()
             self._addresses = addresses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,10 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer.kernels.fp8_kv import LARGEST, LEAST_SCALE, KVScales, as_bytes
 from batchinfer.kernels.triton.launch import Chip, chip_of, next_power_of_2, options
 from batchinfer.kernels.triton.variants import DTYPES, SHAPES, Variant
 
 NUM_WARPS = 4
+_LARGEST = tl.constexpr(LARGEST)
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
 
 @triton.jit
@@ -66,6 +70,103 @@ def _copy(
 
 
 @triton.jit
+def _largest(values: tl.tensor) -> tl.tensor:
+    """Bits of the largest magnitude of each row: as integers NaN is above infinity, and that above all numbers."""
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _scales_for(largest: tl.tensor) -> tl.tensor:
+    """See fp8_kv.quantize."""
+    scales = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), _LARGEST), _LEAST_SCALE)
+    scales = tl.where(largest >= 0x7F800000, float("nan"), scales)
+    return tl.where(largest == 0, 1.0, scales)
+
+
+@triton.jit
+def _e4m3(values: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Bits of values / scales in e4m3, rounded to nearest, ties to even; by integers, as not every chip has the format.
+
+    Below the least normal number, 2^-6, adding 2^14 rounds to steps of 2^-9.
+    """
+    bits = tl.div_rn(values, scales[:, None]).to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    is_nan = bits > 0x7F800000
+    bits = tl.minimum(bits, 0x43E00000)  # 448
+    low = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    high = (bits - (120 << 23) + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    code = tl.where(bits < 0x3C800000, low, high)
+    return (tl.where(is_nan, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _rotate_to_fp8(
+    source: tl.tensor,
+    target: tl.tensor,
+    scales: tl.tensor,  # of the token's first head
+    source_stride: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+) -> None:
+    """As `_rotate`, rounded to the source's type and then to fp8."""
+    heads = tl.arange(0, BLOCK_HEADS)
+    head = heads[:, None]
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (head < NUM_HEADS) & (column < HALF)
+    read = source + head * source_stride
+    first = tl.load(read + column, mask=mask, other=0.0)
+    second = tl.load(read + column + HALF, mask=mask, other=0.0).to(tl.float32)
+    kind = first.dtype
+    first = first.to(tl.float32)
+    left = (first * cos[None, :] - second * sin[None, :]).to(kind).to(tl.float32)
+    right = (second * cos[None, :] + first * sin[None, :]).to(kind).to(tl.float32)
+    largest = tl.maximum(_largest(left), _largest(right))
+    rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    rest_mask = (head < NUM_HEADS) & (rest_column < HEAD_DIM)
+    rest = tl.zeros([BLOCK_HEADS, BLOCK_REST], tl.float32)
+    if 2 * HALF < HEAD_DIM:
+        rest = tl.load(read + rest_column, mask=rest_mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _largest(rest))
+    found = _scales_for(largest)
+    write = target + head * HEAD_DIM
+    tl.store(write + column, _e4m3(left, found), mask=mask)
+    tl.store(write + column + HALF, _e4m3(right, found), mask=mask)
+    if 2 * HALF < HEAD_DIM:
+        tl.store(write + rest_column, _e4m3(rest, found), mask=rest_mask)
+    tl.store(scales + heads * BLOCK_SIZE, found, mask=heads < NUM_HEADS)
+
+
+@triton.jit
+def _copy_to_fp8(
+    source: tl.tensor,
+    target: tl.tensor,
+    scales: tl.tensor,
+    source_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    heads = tl.arange(0, BLOCK_HEADS)
+    head = heads[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (head < NUM_HEADS) & (column < HEAD_DIM)
+    values = tl.load(source + head * source_stride + column, mask=mask, other=0.0).to(tl.float32)
+    found = _scales_for(_largest(values))
+    tl.store(target + head * HEAD_DIM + column, _e4m3(values, found), mask=mask)
+    tl.store(scales + heads * BLOCK_SIZE, found, mask=heads < NUM_HEADS)
+
+
+@triton.jit
 def rope_and_store_kv_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -75,6 +176,8 @@ def rope_and_store_kv_kernel(
     slots_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
+    k_scales_ptr: tl.tensor,  # of fp8; without, not written
+    v_scales_ptr: tl.tensor,
     out_ptr: tl.tensor,
     q_stride: tl.tensor,  # from token to token
     k_stride: tl.tensor,
@@ -86,6 +189,7 @@ def rope_and_store_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # tokens; 0 without fp8
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -102,18 +206,33 @@ def rope_and_store_kv_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         place = slot * (NUM_KV_HEADS * HEAD_DIM)
-        k, k_out = k_ptr + token * k_stride, k_cache_ptr + place
-        _rotate(k, k_out, k_head_stride, cos, sin, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST)
-        v = v_ptr + token * v_stride
-        _copy(v, v_cache_ptr + place, v_head_stride, NUM_KV_HEADS, HEAD_DIM, 0, BLOCK_KV_HEADS, BLOCK_DIM)
+        k, v = k_ptr + token * k_stride, v_ptr + token * v_stride
+        k_out, v_out = k_cache_ptr + place, v_cache_ptr + place
+        if BLOCK_SIZE > 0:
+            scale_at = slot // BLOCK_SIZE * (NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+            _rotate_to_fp8(
+                k, k_out, k_scales_ptr + scale_at, k_head_stride, cos, sin,
+                NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+            )  # fmt: skip
+            _copy_to_fp8(
+                v, v_out, v_scales_ptr + scale_at, v_head_stride,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV_HEADS, BLOCK_DIM,
+            )  # fmt: skip
+        else:
+            _rotate(
+                k, k_out, k_head_stride, cos, sin,
+                NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
+            )  # fmt: skip
+            _copy(v, v_out, v_head_stride, NUM_KV_HEADS, HEAD_DIM, 0, BLOCK_KV_HEADS, BLOCK_DIM)
 
 
-def _constants(num_heads: int, num_kv_heads: int, head_dim: int, half: int) -> dict[str, Any]:
+def _constants(num_heads: int, num_kv_heads: int, head_dim: int, half: int, block_size: int) -> dict[str, Any]:
     return {
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "HALF": half,
+        "BLOCK_SIZE": block_size,
         "BLOCK_HEADS": next_power_of_2(num_heads),
         "BLOCK_KV_HEADS": next_power_of_2(num_kv_heads),
         "BLOCK_DIM": next_power_of_2(head_dim),
@@ -131,6 +250,7 @@ def rope_and_store_kv(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """See reference.rope_and_store_kv. A token with a negative slot stores nothing.
 
@@ -144,6 +264,9 @@ def rope_and_store_kv(
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_scales, v_scales = scales if scales is not None else (cos, cos)
+    assert k_scales.is_contiguous()
+    assert v_scales.is_contiguous()
     if num_tokens:
         rope_and_store_kv_kernel[(num_tokens,)](
             q,
@@ -152,8 +275,10 @@ def rope_and_store_kv(
             cos,
             sin,
             slots,
-            k_cache,
-            v_cache,
+            as_bytes(k_cache),
+            as_bytes(v_cache),
+            k_scales,
+            v_scales,
             out,
             q.stride(0),
             k.stride(0),
@@ -161,7 +286,7 @@ def rope_and_store_kv(
             q.stride(1),
             k.stride(1),
             v.stride(1),
-            **_constants(num_heads, k.shape[1], head_dim, cos.shape[1]),
+            **_constants(num_heads, k.shape[1], head_dim, cos.shape[1], 0 if scales is None else scales.k.shape[2]),
             **options(chip_of(q.device), NUM_WARPS),
         )
     return out
@@ -171,13 +296,16 @@ def aot_variants(chip: Chip) -> list[Variant]:
     found = []
     strides = ("q_stride", "k_stride", "v_stride", "q_head_stride", "k_head_stride", "v_head_stride")
     for dtype in DTYPES:
-        pointers = ("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr")
-        signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(strides, "i32:16")
-        signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
-        for shape in SHAPES:
+        signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}") | dict.fromkeys(
+            strides, "i32:16"
+        )
+        signature |= dict.fromkeys(("cos_ptr", "sin_ptr", "k_scales_ptr", "v_scales_ptr"), "*fp32")
+        signature |= {"slots_ptr": "*i64"}
+        for shape, kv in product(SHAPES, ("", ", fp8 KV")):
+            caches = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8" if kv else f"*{dtype}")
             for what, half in (("", shape.head_dim // 2), (" partial", shape.head_dim // 8)):
-                constants = _constants(shape.num_heads, shape.num_kv_heads, shape.head_dim, half)
-                label = f"{shape.name}{what}, {dtype}"
+                sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, half, 64 if kv else 0)
+                label = f"{shape.name}{what}{kv}, {dtype}"
                 launch = options(chip, NUM_WARPS)
-                found.append(Variant(label, rope_and_store_kv_kernel, signature, constants, launch))
+                found.append(Variant(label, rope_and_store_kv_kernel, signature | caches, _constants(*sizes), launch))
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchinfer.attention.tree import RaggedBatch
 from batchinfer.errors import KernelsWarning
+from batchinfer.kernels.fp8_kv import KVScales
 from batchinfer.kernels.triton.graphs import (
     MOST_ROWS,
     STEPS_BEFORE,
@@ -50,7 +51,15 @@ class Attention:
             raise ValueError("too many blocks")
         self.planned.append(batch)
 
-    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
         raise AssertionError("the step of this test attends to nothing")
 
 

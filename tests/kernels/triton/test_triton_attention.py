@@ -12,9 +12,9 @@ from torch import Tensor
 
 from batchinfer.attention.backend import ReferenceAttention
 from batchinfer.attention.tree import RaggedBatch
+from batchinfer.kernels.fp8_kv import FP8, KVScales, dequantize, quantize
 from batchinfer.kernels.triton.attention import (
     AttentionConfig,
-    KVScales,
     TritonAttention,
     attention_config,
     decode_limits,
@@ -85,14 +85,18 @@ class Sequences:
         return TritonAttention(DEVICE, heads, self.kv_heads, self.dim, self.dtype, config=config, **options)  # type: ignore[arg-type]
 
     def attend(
-        self, chosen: list[int] | None = None, window: int | None = None, backend: TritonAttention | None = None
+        self,
+        chosen: list[int] | None = None,
+        window: int | None = None,
+        backend: TritonAttention | None = None,
+        scales: KVScales | None = None,
     ) -> list[Tensor]:
         """What the chosen sequences give when they are computed together."""
         chosen = list(range(len(self.lengths))) if chosen is None else chosen
         backend = backend or self.backend()
         backend.plan(self.batch(chosen), frozenset({window}))
         q = torch.cat([self.q[i] for i in chosen]).to(DEVICE)
-        out = backend.forward(q, self.k_cache, self.v_cache, self.dim**-0.5, window).cpu()
+        out = backend.forward(q, self.k_cache, self.v_cache, self.dim**-0.5, window, scales).cpu()
         return list(out.split([self.query_lens[i] for i in chosen]))
 
     def naive(self, index: int, window: int | None = None, soft_cap: float | None = None) -> Tensor:
@@ -201,53 +205,106 @@ def test_queries_within_a_fused_projection() -> None:
     assert torch.equal(out, torch.cat(cases.attend()))
 
 
-def test_fp8_kv() -> None:
-    """e4m3 with a scale for each head; also numbers below its normal range, both signs, and its largest."""
-    cases = Sequences([60, 33], [1, 18], dim=32)
-    scales = KVScales(torch.tensor([0.005, 0.5]).to(DEVICE), torch.tensor([0.01, 3.0]).to(DEVICE))
-    codes = []
-    for cache, own, scale in zip((cases.k_cache, cases.v_cache), (cases.k, cases.v), scales, strict=True):
-        code = (cache.nan_to_num() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        codes.append(code)
-        cache.copy_(code.float() * scale[:, None])
+def to_fp8(cases: Sequences) -> KVScales:
+    """Put the caches into fp8, and each sequence's own KV to what that comes to."""
+    found = []
+    size = cases.block_size
+    for name, own in (("k_cache", cases.k), ("v_cache", cases.v)):
+        numbers, scales = quantize(getattr(cases, name))
+        wide = dequantize(numbers, scales)
         for index, length in enumerate(cases.lengths):
-            slots = [int(cases.tables[index, p // 16]) * 16 + p % 16 for p in range(length)]
-            own[index] = cache[slots].cpu()
-    backend = cases.backend(kv_scales=scales)
-    backend.plan(cases.batch([0, 1]), frozenset({None}))
-    out = backend.forward(torch.cat(cases.q).to(DEVICE), *codes, 32**-0.5, None).cpu()
-    assert float(codes[0].float().abs().max()) == 448
-    check(list(out.split(cases.query_lens)), [cases.naive(0), cases.naive(1)])
+            slots = [int(cases.tables[index, p // size]) * size + p % size for p in range(length)]
+            own[index] = wide[slots].cpu()
+        setattr(cases, name, numbers)
+        found.append(scales.view(-1, size, cases.kv_heads).transpose(1, 2).contiguous())
+    return KVScales(*found)
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("block_size", "window", "soft_cap"), [(16, None, None), (16, 20, None), (32, None, 5.0), (64, 70, 3.0)]
+)
+def test_fp8_kv(block_size: int, window: int | None, soft_cap: float | None, is_invariant: bool) -> None:
+    """Vectors of all magnitudes; partial results are merged; what was never written is NaN."""
+    parents = {2: (0, 128 // block_size), 3: (2, 128 // block_size), 4: (0, 64 // block_size)}
+    cases = Sequences([200, 150, 170, 161, 90], [1, 1, 20, 3, 40], block_size, parents=parents)
+    for own in (cases.k, cases.v):
+        for each in own:
+            each *= torch.logspace(-1, 1, len(each))[:, None, None]
+    scales = to_fp8(cases)
+    assert scales.k.isnan().any()
+    backend = cases.backend(is_invariant=is_invariant, soft_cap=soft_cap)
+    found = cases.attend(window=window, backend=backend, scales=scales)
+    for i, one in enumerate(found):
+        torch.testing.assert_close(one.double(), cases.naive(i, window, soft_cap), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dim", "per_group", "kv_heads"), [(64, 3, 3), (80, 1, 1), (128, 4, 2), (256, 2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_fp8_kv_in_the_tiles_of_a_gpu(dim: int, per_group: int, kv_heads: int, dtype: torch.dtype) -> None:
+    cases = Sequences([140, 70, 150], [1, 19, 3], 16, kv_heads, per_group, dim, {2: (0, 8)}, dtype=dtype)
+    scales = to_fp8(cases)
+    found = cases.attend(backend=cases.backend(gpu_config(dim, dtype)), scales=scales)
+    check(found, [cases.naive(i) for i in range(3)])
+
+
+def test_fp8_kv_as_the_reference_does_it() -> None:
+    cases = family()
+    scales = to_fp8(cases)
+    reference = ReferenceAttention(torch.device("cpu"))
+    reference.plan(cases.batch(list(range(7))), frozenset({None}))
+    clean = KVScales(*(each.cpu().nan_to_num() for each in scales))
+    caches = (
+        dequantize(cache, torch.ones(cache.shape[:2])).nan_to_num().to(FP8)
+        for cache in (cases.k_cache.cpu(), cases.v_cache.cpu())
+    )
+    expected = reference.forward(torch.cat(cases.q), *caches, 0.25, None, clean)
+    check(cases.attend(scales=scales), [x.double() for x in expected.split(cases.query_lens)])
+
+
+def test_a_key_that_is_not_finite_shows_in_those_that_see_it_alone() -> None:
+    cases = Sequences([40, 40, 20], [1, 3, 1], parents={1: (0, 2)})
+    scales = to_fp8(cases)
+    slot = int(cases.tables[0, 1]) * 16 + 3  # of the first two
+    for cache, of in zip((cases.k_cache, cases.v_cache), scales, strict=True):
+        numbers, bad = quantize(torch.full((2, 16), math.inf))
+        cache.view(torch.uint8)[slot] = numbers.view(torch.uint8).to(DEVICE)
+        of[slot // 16, :, slot % 16] = bad.to(DEVICE)
+    found = cases.attend(scales=scales)
+    assert [bool(one.isnan().all()) for one in found] == [True, True, False]
+    check(found[2:], [cases.naive(2)])
 
 
 def test_fp8_is_read_exactly() -> None:
     """Every code as the only value: attention over one key gives it back."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    codes = values.nan_to_num(0).view(1, 1, 256).repeat(16, 1, 1).to(torch.float8_e4m3fn)
-    scales = KVScales(torch.ones(1).to(DEVICE), torch.ones(1).to(DEVICE))
-    backend = TritonAttention(DEVICE, 1, 1, 256, torch.float32, kv_scales=scales, config=SMALL)
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    codes = values.nan_to_num(0).view(1, 1, 256).repeat(16, 1, 1).to(FP8)
+    scales = KVScales(*(torch.ones(1, 1, 16).to(DEVICE) for _ in range(2)))
+    backend = TritonAttention(DEVICE, 1, 1, 256, torch.float32, config=SMALL)
     one = np.array([1], np.int32)
     backend.plan(RaggedBatch(np.zeros((1, 1), np.int32), one - 1, one, 16), frozenset({None}))
     codes = codes.to(DEVICE)
-    out = backend.forward(torch.zeros(1, 1, 256).to(DEVICE), codes, codes, 1.0, None)
+    out = backend.forward(torch.zeros(1, 1, 256).to(DEVICE), codes, codes, 1.0, None, scales)
     assert torch.equal(out[0].cpu(), values.nan_to_num(0))
 
 
 # Invariance
 
 
-@pytest.mark.parametrize("window", [None, 30])
-def test_company_changes_no_bit(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "is_fp8"), [(None, False), (30, False), (None, True)])
+def test_company_changes_no_bit(window: int | None, is_fp8: bool) -> None:
     """Alone, in another order, with what is shared copied."""
     cases = family(kv_heads=1)
-    together = cases.attend(window=window, backend=cases.backend(is_invariant=True))
+    scales = to_fp8(cases) if is_fp8 else None
+    together = cases.attend(None, window, cases.backend(is_invariant=True), scales)
     for i in (0, 2, 6):
-        (alone,) = cases.attend([i], window, cases.backend(is_invariant=True))
+        (alone,) = cases.attend([i], window, cases.backend(is_invariant=True), scales)
         assert torch.equal(alone, together[i])
-    backwards = cases.attend(list(range(7))[::-1], window, cases.backend(is_invariant=True))
+    backwards = cases.attend(list(range(7))[::-1], window, cases.backend(is_invariant=True), scales)
     assert all(torch.equal(a, b) for a, b in zip(backwards[::-1], together, strict=True))
     copied = family(kv_heads=1, shares_blocks=False)
-    apart = copied.attend(window=window, backend=copied.backend(is_invariant=True))
+    scales = to_fp8(copied) if is_fp8 else None
+    apart = copied.attend(None, window, copied.backend(is_invariant=True), scales)
     assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
 
 

@@ -26,6 +26,7 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv_memory import prompts_step
 from batchinfer.engine.sampler import FusedDraw
 from batchinfer.kernels.choice import FORCE_VARIABLE
+from batchinfer.kernels.fp8_kv import FP8
 from batchinfer.kernels.triton import graphs
 from batchinfer.kernels.triton.decoder import TritonDecoder
 from batchinfer.kernels.triton.launch import is_interpreted
@@ -84,6 +85,39 @@ def rows() -> list[Prompt]:
 
 def run(model: LanguageModel, prompts: list[Prompt], **options: Any) -> dict[int, dict[str, Any]]:
     return {done.row_index: outcome(done) for done in engine_over(model, **options).run(prompts)}
+
+
+@pytest.fixture(scope="module")
+def fp8_alone(weights: Any) -> dict[int, dict[str, Any]]:
+    """The same with KV in fp8."""
+    model = TritonDecoder(SPEC, weights, MAX_MODEL_LEN, deterministic=True, kv_dtype=FP8)
+    return {
+        key: value for row in rows() for key, value in run(model, [row], max_num_seqs=1, prefix_sharing=False).items()
+    }
+
+
+def test_fp8_kv_is_that_of_plain_torch(weights: Any, fp8_alone: dict[int, dict[str, Any]]) -> None:
+    """But where a sum in another order takes a number to the next code: then some of its bits are off."""
+    expected = run(Decoder(SPEC, weights, ReferenceAttention, MAX_MODEL_LEN, FP8), rows())
+    plain = run(Decoder(SPEC, weights, ReferenceAttention, MAX_MODEL_LEN), rows())
+    errors, changes = [], []
+    for row in (0, 3):
+        scores, others, without = (each[row]["prompt_logprobs"][1:] for each in (fp8_alone, expected, plain))
+        errors += np.abs(np.subtract(scores, others)).tolist()
+        changes += np.abs(np.subtract(others, without)).tolist()
+    assert np.mean(errors) < np.mean(changes) / 20
+    assert np.max(errors) < 0.02
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_batch_tokens": 7, "max_num_seqs": 3}], ids=["together", "in chunks, three at a time"]
+)
+def test_every_row_equals_its_solo_run_in_fp8(
+    weights: Any, fp8_alone: dict[int, dict[str, Any]], options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "STEPS_BEFORE", 0)
+    model = TritonDecoder(SPEC, weights, MAX_MODEL_LEN, deterministic=True, kv_dtype=FP8, record=record)
+    assert run(model, rows(), kv_dtype="fp8", **options) == fp8_alone
 
 
 @dataclass
