@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from batchinfer.attention.tree import RaggedBatch
+from batchinfer.engine.pending import PendingTokens
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.staging import Staging
 from batchinfer.models.decoder import StepInputs
@@ -16,7 +17,7 @@ class PersistentBatch:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self._staging = Staging(device)
+        self.staging = Staging(device)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         # What the sampler needs of each row, as columns.
@@ -49,8 +50,17 @@ class PersistentBatch:
             self._free.append(seq.slot)
             seq.slot = -1
 
-    def inputs(self, scheduled: list[tuple[Sequence, int]], outputs: list[int] | None = None) -> StepInputs:
-        """The flat tensors of a step, sequences in the given order; `outputs` as in StepInputs."""
+    def inputs(
+        self,
+        scheduled: list[tuple[Sequence, int]],
+        outputs: list[int] | None = None,
+        pending: PendingTokens | None = None,
+    ) -> StepInputs:
+        """The flat tensors of a step, sequences in the given order; `outputs` as in StepInputs.
+
+        Args:
+            pending: tokens that only the device knows. They go from there into the step.
+        """
         for seq, _ in scheduled:
             known, now = self.num_blocks[seq.slot], len(seq.blocks)
             if now > known:
@@ -60,16 +70,25 @@ class PersistentBatch:
         starts = np.fromiter((seq.num_computed for seq, _ in scheduled), np.int32, len(scheduled))
         lens = np.fromiter((num_tokens for _, num_tokens in scheduled), np.int32, len(scheduled))
         token_ids = np.concatenate([seq.tokens[seq.num_computed : seq.num_computed + n] for seq, n in scheduled])
+        firsts = np.cumsum(lens) - lens
         of_seq = np.repeat(np.arange(len(scheduled)), lens)
-        positions = np.arange(len(of_seq)) - np.repeat(np.cumsum(lens) - lens, lens) + starts[of_seq]
+        positions = np.arange(len(of_seq)) - np.repeat(firsts, lens) + starts[of_seq]
         blocks = self.block_tables[slots[of_seq], positions // self.block_size].astype(np.int64)
         kv_slots = blocks * self.block_size + positions % self.block_size
         arrays = [token_ids.astype(np.int64), positions, kv_slots]
         if outputs is not None:
             arrays.append(np.array(outputs, dtype=np.int64))
-        put = self._staging.put(arrays)
+        if pending is not None:
+            places = pending.places(seq for seq, _ in scheduled)
+            is_pending = places >= 0
+            arrays += [
+                firsts[is_pending].astype(np.int64),
+                places[is_pending],
+            ]  # a pending token is the sequence's only one
+        put = self.staging.put(arrays)
+        ids = put[0] if pending is None else put[0].index_copy(0, put[-2], pending.token_ids[put[-1]])
         return StepInputs(
-            token_ids=put[0],
+            token_ids=ids,
             positions=put[1],
             slots=put[2],
             ragged=RaggedBatch(

@@ -1,31 +1,50 @@
-"""The loop: schedule, forward, sample, finish. It works on token ids and knows nothing of files."""
+"""The loop: schedule, forward, draw, take. It works on token ids and knows nothing of files.
+
+Two things happen to a step. It is *launched*: scheduled, and given to the device with its head and its draws, which
+reads nothing back. It is *taken*: the host reads what was drawn, ends sequences, makes text. Looking ahead, step k + 1
+is launched before step k is taken, so that the device has work while the host does all that:
+
+    host     launch 1 | launch 2 | take 1, launch 3        | take 2, launch 4        | ...
+    device              1 ........ 2 ..................... 3 ...................... 4
+
+So step k + 1 is scheduled as if every sequence that draws in k went on, except for those that reach their last
+possible token: they leave with the launch. The tokens go from k's draws into k + 1 on the device. Whoever turns out to
+have ended in k has its part of k + 1 thrown away. All steps run on one stream, so a block may be handed on as soon as
+the step that last writes it is launched.
+
+What cannot be decided ahead is decided when all is taken:
+
+- Whom to preempt: a sequence that has ended may leave the blocks that are missing.
+- Scores of prompt tokens, which a node hands on to other sequences on the host: such a step is taken at once.
+- NaN and infinity. Until it is taken a step counts as finite, and what it computed is shared. If it was not, all that
+  runs is computed again from the start, without looking ahead for the rest of the run.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from batchinfer.engine import ending
 from batchinfer.engine.batch import PersistentBatch
 from batchinfer.engine.blocks import BlockPool
+from batchinfer.engine.draws import Drawer, LaunchedDraws
+from batchinfer.engine.ending import Ended
+from batchinfer.engine.flight import Flight
+from batchinfer.engine.pending import PendingTokens
 from batchinfer.engine.prompt_scores import PromptScorer
-from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sampler import Sampled, Sampler
 from batchinfer.engine.scheduler import Scheduler, Step
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import EngineStats
 from batchinfer.engine.tree_cache import TreeCache
 from batchinfer.engine.window import WindowPlan
-from batchinfer.models.decoder import FusedHead, KVPool, LanguageModel
-from batchinfer.types import Completion, ErrorCode, FinishReason, RowError
-
-#: fp32 logits held at a time while sampling: 64 MiB.
-MAX_LOGITS = 1 << 24
+from batchinfer.models.decoder import KVPool, LanguageModel
+from batchinfer.types import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +55,6 @@ class RunLimits:
     max_num_seqs: int
     max_model_len: int
     first_row_tokens: int = 0  # see Scheduler
-
-
-class Ended(NamedTuple):
-    """A sequence that has its last token, or failed."""
-
-    seq: Sequence
-    reason: FinishReason
-    error: RowError | None
 
 
 @dataclass(slots=True)
@@ -58,6 +69,7 @@ class EngineRun:
     """Runs planned windows. Add one, step until `has_work` is False; further ones may be added between steps.
 
     Args:
+        looks_ahead: launch a step before the one before it is taken. Changes no result.
         check: assert every invariant of scheduler, cache and pool after each step. For tests.
     """
 
@@ -70,12 +82,14 @@ class EngineRun:
         limits: RunLimits,
         stats: EngineStats,
         *,
+        looks_ahead: bool = False,
         check: bool = False,
     ) -> None:
         self.model = model
         self.kv = kv
         self.sampler = sampler
         self.stats = stats
+        self.looks_ahead = looks_ahead
         self.check = check
         self.saw_non_finite = False
         self.pool = BlockPool(kv.num_blocks)
@@ -91,10 +105,10 @@ class EngineRun:
         self._open: dict[int, _OpenWindow] = {}
         self._note(plan)
         max_blocks = -(-limits.max_model_len // kv.block_size)
-        self.scorer = PromptScorer(model, self.cache)
         self.batch = PersistentBatch(self.scheduler.max_num_seqs, max_blocks, kv.block_size, model.device)
-        self._fused = model if isinstance(model, FusedHead) else None
-        self._max_rows = max(16, MAX_LOGITS // model.spec.vocab_size)
+        self.scorer = PromptScorer(model, self.cache, self.batch.staging)
+        self.drawer = Drawer(model, sampler, self.batch)
+        self._flight: Flight | None = None  # launched and not taken
 
     def add(self, plan: WindowPlan) -> None:
         """One more window, whose sequences come after all that were added before."""
@@ -113,56 +127,125 @@ class EngineRun:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self._flight is not None or self.scheduler.has_work()
 
     @property
     def has_room(self) -> bool:
         """Could another window's sequences start now?"""
         return self.scheduler.has_room
 
+    @property
+    def may_hold_non_finite(self) -> bool:
+        """The KV pool is not to be used again: there is NaN in it, or a step that nobody has looked at."""
+        return self.saw_non_finite or self._flight is not None
+
     def step(self) -> list[Completion]:
-        """One step; the completions of those that ended with it."""
+        """One step; the completions of those that ended with it, or with the one before."""
         began = time.perf_counter()
         finished = self._step()
         self.stats.running_s += time.perf_counter() - began
         return [completion for ended in finished for completion in self._completions(ended)]
 
     def _step(self) -> list[Ended]:
-        step = self.scheduler.schedule()
-        self._apply(step)
-        hidden = self._forward(step)
-        if hidden is None:
-            self._count(step)
-            return []
-        self.scorer.score(step, hidden)
-        ends: list[int] = []
-        sampling: list[Sequence] = []
-        finished: list[Ended] = []
-        at = 0
-        for seq, num_tokens in step.scheduled:
-            at += num_tokens
-            self.scheduler.on_computed(seq, num_tokens)
-            if seq.has_all_scores:
-                finished.append(self._scored(seq))
-            elif seq.num_computed == seq.num_tokens:
-                ends.append(at - 1)
-                sampling.append(seq)
-        finished += self._sample(hidden[ends], sampling)
-        for seq, _, _ in finished:
-            self.scheduler.finish(seq)
-            self.batch.remove(seq)
-            self._leave(seq)
-        self._count(step)
+        before, self._flight = self._flight, None
+        flight = self._launch(before)
+        ended = [] if before is None else self._take(before)
+        if before is not None and self.saw_non_finite:
+            self._start_over(flight)
+        elif flight is not None and flight.is_ahead:
+            self._flight = flight
+        elif flight is not None:
+            ended += self._take(flight)
+        self._count_what_runs()
         if self.check:
             self.scheduler.check_integrity()
-        return finished
+        return ended
 
-    def _forward(self, step: Step) -> Tensor | None:
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """Launch the next step, behind the one that runs; None: there is none, or none before that one is taken."""
+        step = self.scheduler.schedule(may_preempt=before is None)
+        if step is None or not step.scheduled:
+            return None
+        self._apply(step)
+        pending = None if before is None else before.pending
+        hidden = self._forward(step, pending)
+        self._count(step)
+        if hidden is None:
+            return None
+        scores = self.scorer.launch(step, hidden)
+        draws = self._draw(step, hidden, pending)
+        is_ahead = self.looks_ahead and scores is None and not self.saw_non_finite
+        flight = Flight.of(step, hidden, scores, draws, self.batch.staging, is_ahead=is_ahead)
+        if is_ahead:
+            self._advance(flight)
+        return flight
+
+    def _take(self, flight: Flight) -> list[Ended]:
+        """Read what the step gave, and end whoever ends with it."""
+        results = flight.results()
+        self._note_non_finite(flight, next(results).item())
+        if flight.scores is not None:
+            flight.scores.fill(results)
+        if not flight.is_ahead:
+            self._advance(flight)
+        ended = [ending.scored(seq) for seq in flight.scored]
+        for seqs, sampled in flight.draws.read(results):
+            ended += self._append(seqs, sampled)
+        for seq, _, _ in ended:
+            self._end(seq)
+        return ended
+
+    def _advance(self, flight: Flight) -> None:
+        """The scheduler's view of a step: tokens have their KV, and tokens were drawn."""
+        for seq, num_tokens in flight.step.scheduled:
+            if seq.has_ended:  # in the step before
+                continue
+            self.scheduler.on_computed(seq, num_tokens)
+            if seq.num_computed < seq.num_tokens:
+                continue
+            if seq.prompt.score is None:
+                seq.draw()
+                if seq.num_drawn < seq.max_tokens:
+                    continue
+            else:
+                flight.scored.append(seq)
+            self._finish(seq)
+            flight.finished.append(seq)
+
+    def _finish(self, seq: Sequence) -> None:
+        """Nothing more is to be computed for the sequence."""
+        self.scheduler.finish(seq)
+        self.batch.remove(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        """The sequence has ended; with the last one of its window the window's nodes go."""
+        seq.has_ended = True
+        if seq.is_running:
+            self._finish(seq)
+        window = self._open[seq.window]
+        window.num_left -= 1
+        if not window.num_left:
+            self.cache.forget(window.nodes)
+            del self._open[seq.window]
+
+    def _start_over(self, flight: Flight | None) -> None:
+        """NaN was met in a step that others have built upon. Whatever may hold it is given up; see the top."""
+        finished: list[Sequence] = []
+        if flight is not None:
+            self.stats.num_tokens_discarded += flight.step.num_tokens
+            for seq in flight.draws.seqs:
+                seq.forget_unread()
+            finished = [seq for seq in flight.finished if not seq.has_ended]
+        stopped = self.scheduler.start_over(finished)
+        for seq in stopped:
+            self.batch.remove(seq)
+        self.scorer.start_over()
+        self.stats.num_preemptions += len(stopped) + len(finished)
+
+    def _forward(self, step: Step, pending: PendingTokens | None) -> Tensor | None:
         """Final hidden states; None: there was no memory. Nothing has advanced then, and steps are smaller from now."""
         try:
-            hidden = self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step)), self.kv)
-            self._note_non_finite(step, hidden)
-            return hidden
+            return self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step), pending), self.kv)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or not self.scheduler.halve_budget():
                 raise
@@ -170,14 +253,6 @@ class EngineRun:
             torch.cuda.empty_cache()
         self.stats.num_steps_without_memory += 1
         return None
-
-    def _leave(self, seq: Sequence) -> None:
-        """The sequence has ended; with the last one of its window the window's nodes go."""
-        window = self._open[seq.window]
-        window.num_left -= 1
-        if not window.num_left:
-            self.cache.forget(window.nodes)
-            del self._open[seq.window]
 
     def _outputs(self, step: Step) -> list[int] | None:
         """Tokens of the flat batch whose final hidden states are used; None: all."""
@@ -208,127 +283,61 @@ class EngineRun:
             copied = {target for _, target in step.copies}
             self.kv.clear_blocks([block for block in step.taken if block not in copied])
 
-    def _note_non_finite(self, step: Step, hidden: Tensor) -> None:
+    def _draw(self, step: Step, hidden: Tensor, pending: PendingTokens | None) -> LaunchedDraws:
+        """For each sequence whose last token is computed in this step."""
+        seqs: list[Sequence] = []
+        tokens: list[int] = []
+        at = 0
+        for seq, num_tokens in step.scheduled:
+            at += num_tokens
+            if seq.num_computed + num_tokens == seq.num_tokens and seq.prompt.score is None:
+                seqs.append(seq)
+                tokens.append(at - 1)
+        return self.drawer.launch(hidden, seqs, tokens, pending)
+
+    def _note_non_finite(self, flight: Flight, total: float) -> None:
         """NaN or infinity in a token's KV shows in its hidden state too. What such a row computed is not shared."""
-        # One pass that writes nothing; a sum that overflows by itself is looked at more closely.
-        if math.isfinite(hidden.sum(dtype=torch.float32).item()):
+        if math.isfinite(total):
             return
-        is_finite = torch.isfinite(hidden).all(-1).cpu()
+        is_finite = torch.isfinite(flight.hidden).all(-1).cpu()  # a sum may overflow by itself
         if is_finite.all():
             return
         self.saw_non_finite = True
         at = 0
-        for seq, num_tokens in step.scheduled:
+        for seq, num_tokens in flight.step.scheduled:
             seq.is_finite &= bool(is_finite[at : at + num_tokens].all())
             at += num_tokens
 
-    def _scored(self, seq: Sequence) -> Ended:
-        """A sequence that has nothing to generate, with its last token computed."""
-        assert seq.prompt.score is not None
-        if seq.keeps_hidden:
-            is_finite = all(bool(torch.isfinite(part).all()) for part in seq.hidden)
-        else:
-            assert seq.scores is not None
-            is_finite = bool(np.isfinite(seq.scores.logprobs[seq.prompt.score.positions()]).all())
-        if is_finite:
-            return Ended(seq, FinishReason.SCORED, None)
-        return Ended(seq, FinishReason.ERROR, _non_finite(seq))
-
-    def _sample(self, hidden: Tensor, seqs: list[Sequence]) -> list[Ended]:
-        """Draw the next token of each sequence from its hidden state; those that end with it."""
-        plain = [row for row, seq in enumerate(seqs) if self._fused is not None and seq.is_plain]
-        finished = self._draw_greedy(hidden[plain], [seqs[row] for row in plain]) if plain else []
-        is_plain = set(plain)
-        rest = [row for row in range(len(seqs)) if row not in is_plain]
-        for begin in range(0, len(rest), self._max_rows):
-            rows = rest[begin : begin + self._max_rows]
-            part = [seqs[row] for row in rows]
-            drawn = self.sampler(self.model.logits(hidden[rows]), part, self.batch)
-            for row, seq in enumerate(part):
-                finished += self._take(
-                    seq, drawn.token_ids[row], drawn.is_finite[row], drawn.logprobs[row], drawn.top_logprobs[row]
-                )
-        return finished
-
-    def _draw_greedy(self, hidden: Tensor, seqs: list[Sequence]) -> list[Ended]:
-        """Rows whose token is the plain argmax: no logits are written."""
-        assert self._fused is not None
-        wants_logprobs = any(seq.params.logprobs is not None for seq in seqs)
-        drawn = self._fused.greedy(hidden, self.sampler.num_ids, wants_logprobs=wants_logprobs)
-        logprobs = [None] * len(seqs) if drawn.logprobs is None else drawn.logprobs.tolist()
-        finished: list[Ended] = []
-        for seq, token_id, logprob, is_finite in zip(
-            seqs, drawn.token_ids.tolist(), logprobs, drawn.is_finite.tolist(), strict=True
+    def _append(self, seqs: list[Sequence], sampled: Sampled) -> list[Ended]:
+        """Add drawn tokens to their sequences; those that end with them."""
+        ended: list[Ended] = []
+        num_appended = 0
+        for seq, token_id, is_finite, logprob, top in zip(
+            seqs, sampled.token_ids, sampled.is_finite, sampled.logprobs, sampled.top_logprobs, strict=True
         ):
-            finished += self._take(seq, token_id, is_finite, logprob, [])
-        return finished
+            if seq.has_ended:
+                self.stats.num_tokens_discarded += 1
+                continue
+            if not is_finite:
+                self.saw_non_finite = True
+                ended.append(ending.non_finite(seq))
+                continue
+            if logprob is not None and seq.params.logprobs is not None:
+                seq.logprobs.append(logprob)
+                seq.top_logprobs.append(top or [])
+            num_appended += 1
+            reason = ending.append(seq, token_id, self.sampler.eos_token_ids)
+            if reason is not None:
+                ended.append(Ended(seq, reason, None))
+        self.stats.num_output_tokens_unfinished += num_appended
+        self.stats.max_output_tokens_left -= num_appended
+        return ended
 
-    def _take(
-        self, seq: Sequence, token_id: int, is_finite: bool, logprob: float | None, top: list[tuple[int, float]] | None
-    ) -> list[Ended]:
-        """Add a drawn token to its sequence; the sequence, if it ends."""
-        if not is_finite:
-            self.saw_non_finite = True
-            return [Ended(seq, FinishReason.ERROR, _non_finite(seq))]
-        if seq.params.logprobs is not None and logprob is not None:
-            seq.logprobs.append(logprob)
-            seq.top_logprobs.append(top or [])
-        self.stats.num_output_tokens_unfinished += 1
-        self.stats.max_output_tokens_left -= 1
-        reason = self._append(seq, token_id)
-        return [] if reason is None else [Ended(seq, reason, None)]
-
-    def _append(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        """Add the token; why the sequence ends with it, if it does."""
-        params = seq.params
-        may_stop = seq.num_output + 1 >= params.min_tokens
-        seq.append(token_id)
-        is_eos = token_id in self.sampler.eos_token_ids and not params.ignore_eos
-        if may_stop and (is_eos or token_id in params.stop_token_ids):
-            seq.stop_reason = token_id
-            if params.include_stop:
-                seq.text.push(token_id, check_stop=False)
-            return FinishReason.STOP
-        matched = seq.text.push(token_id, check_stop=may_stop)
-        if matched is not None:
-            seq.stop_reason = matched
-            return FinishReason.STOP
-        return FinishReason.LENGTH if seq.num_output >= seq.max_tokens else None
-
-    def _completions(self, ended: Ended) -> Iterator[Completion]:
-        """A completion for each owner of the sequence."""
-        seq, reason, error = ended
-        params = seq.params
+    def _completions(self, ended: Ended) -> list[Completion]:
+        seq = ended.seq
         self.stats.num_output_tokens_unfinished -= seq.num_output
         self.stats.max_output_tokens_left -= seq.max_tokens - seq.num_output
-        text = None if error else seq.text.finish()
-        for owner in seq.owners:
-            completion = Completion(
-                row_index=owner.row_index,
-                sample_index=owner.sample_index,
-                text=text,
-                finish_reason=reason,
-                stop_reason=seq.stop_reason,
-                num_prompt_tokens=seq.num_prompt,
-                num_cached_tokens=owner.num_cached,
-                error=error,
-            )
-            if error is None and seq.prompt.score is not None:
-                completion.text = None
-                if seq.keeps_hidden:
-                    completion.hidden = torch.cat(seq.hidden)
-                else:
-                    assert seq.scores is not None
-                    completion.scores = seq.scores[seq.prompt.score.positions()]
-            elif error is None:
-                completion.token_ids = seq.tokens[seq.num_prompt : seq.num_tokens].tolist()
-                if params.logprobs is not None:
-                    completion.logprobs = list(seq.logprobs)
-                    completion.top_logprobs = list(seq.top_logprobs) if params.logprobs else None
-                if params.prompt_logprobs:
-                    scores = [] if seq.scores is None else seq.scores.logprobs[1 : seq.num_prompt].tolist()
-                    completion.prompt_logprobs = [None, *scores]
-            yield completion
+        return list(ending.completions(ended))
 
     def _count(self, step: Step) -> None:
         stats = self.stats
@@ -340,9 +349,11 @@ class EngineRun:
                 stats.num_prompt_tokens_reused += seq.num_cached + seq.num_prompt * (len(seq.owners) - 1)
         stats.num_steps += 1
         stats.num_preemptions += len(step.preempted)
-        stats.num_seqs_running = len(self.scheduler.running)
-        stats.num_seqs_waiting = self.scheduler.num_waiting
-        stats.num_kv_blocks_used = self.pool.num_used
+
+    def _count_what_runs(self) -> None:
+        self.stats.num_seqs_running = len(self.scheduler.running)
+        self.stats.num_seqs_waiting = self.scheduler.num_waiting
+        self.stats.num_kv_blocks_used = self.pool.num_used
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -350,14 +361,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "memory" in str(error) and "alloc" in str(error)
-
-
-def _non_finite(seq: Sequence) -> RowError:
-    if seq.prompt.score is not None:
-        place = "a scored token"
-    else:
-        place = f"output token {seq.num_output}" if seq.num_output else "the first output token"
-    return RowError(
-        ErrorCode.NON_FINITE_LOGITS,
-        f"the model gave NaN or infinite logits for {place}: check the weights, or try --dtype float32",
-    )

@@ -142,6 +142,8 @@ class Engine:
         self.max_model_len = max_model_len
         self.config = config
         self.stats = EngineStats()
+        #: Launch a step before the one before it is taken: a GPU works meanwhile, a CPU would only wait later.
+        self.looks_ahead = model.device.type == "cuda"
         self.check_integrity = False  # tests: assert all invariants after each step
         self._sampler = Sampler(tokenizer.num_ids, eos_token_ids, model)
         self._kv: KVPool | None = None
@@ -163,11 +165,11 @@ class Engine:
         return getattr(self.model, "kernels", TORCH)
 
     @property
-    def kv_bytes_per_token(self) -> int:
-    @property
     def kv_dtype(self) -> torch.dtype:
         return _kv_dtype(self.model)
 
+    @property
+    def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_block(self.model.spec, self.kv_dtype, 1)
 
     def run(
@@ -232,7 +234,16 @@ class Engine:
         samples_left: dict[int, int] = {}
         following: PlannedWindow | None = None
         refused = self._begin(first, samples_left)
-        run = EngineRun(first.plan, self.model, kv, self._sampler, limits, stats, check=self.check_integrity)
+        run = EngineRun(
+            first.plan,
+            self.model,
+            kv,
+            self._sampler,
+            limits,
+            stats,
+            looks_ahead=self.looks_ahead,
+            check=self.check_integrity,
+        )
         try:
             yield from refused
             while True:
@@ -258,7 +269,7 @@ class Engine:
                     on_step(stats)
                 yield from finished
         finally:
-            if run.saw_non_finite:
+            if run.may_hold_non_finite:
                 self._kv = None  # NaN in a stale block must not reach the next run
 
     def _begin(self, window: PlannedWindow, samples_left: dict[int, int]) -> list[Completion]:

@@ -10,7 +10,7 @@ import torch
 
 from batchinfer.attention.tree import RaggedBatch
 from batchinfer.config import EngineConfig
-from batchinfer.engine.core import MAX_LOGITS
+from batchinfer.engine.draws import rows_at_a_time
 from batchinfer.errors import InputError
 from batchinfer.models.decoder import LanguageModel, StepInputs
 
@@ -99,7 +99,7 @@ class KVMemory:
     def _sample(self, config: EngineConfig) -> None:
         """As many rows as the sampler takes at a time."""
         model = self._model
-        rows = min(config.max_num_seqs, max(16, MAX_LOGITS // model.spec.vocab_size))
+        rows = min(config.max_num_seqs, rows_at_a_time(model))
         logits = model.logits(torch.zeros((rows, model.spec.hidden_size), dtype=model.dtype, device=model.device))
         _ = [torch.empty_like(logits) for _ in range(LOGITS_COPIES)]
 

@@ -7,7 +7,9 @@ score of its own next one. Only positions that somebody wants go through the hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from batchinfer.engine.scheduler import Step
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.staging import Staging
 from batchinfer.engine.tree_cache import Match, SharedNode, TreeCache
+from batchinfer.kernels.reference import TargetLogprobs
 from batchinfer.models.decoder import LanguageModel
 from batchinfer.types import TokenScores
 
@@ -29,12 +33,37 @@ class _Rows(NamedTuple):
     hidden: Tensor  # [num_positions, hidden_size]
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedScores:
+    """Scores of a step, on the device; none, where only hidden states were kept."""
+
+    rows: list[_Rows]
+    targets: npt.NDArray[np.int64]  # [positions of all rows]
+    found: TargetLogprobs | None
+
+    def tensors(self) -> list[Tensor]:
+        """All there is to bring to the host."""
+        return [] if self.found is None else [self.found.logprob, self.found.entropy, self.found.argmax]
+
+    def fill(self, arrays: Iterator[npt.NDArray[Any]]) -> None:
+        """Give the sequences their scores, with the values of `tensors` taken off the front of `arrays`."""
+        if self.found is None:
+            return
+        values = TokenScores(next(arrays), next(arrays), next(arrays) == self.targets)
+        at = 0
+        for seq, positions, _ in self.rows:
+            assert seq.scores is not None
+            seq.scores[positions] = values[at : at + len(positions)]
+            at += len(positions)
+
+
 class PromptScorer:
     """Fills `scores` of the sequences that want them, or that compute a node for those who do."""
 
-    def __init__(self, model: LanguageModel, cache: TreeCache) -> None:
+    def __init__(self, model: LanguageModel, cache: TreeCache, staging: Staging) -> None:
         self.model = model
         self.cache = cache
+        self.staging = staging
         self._borders: list[_Rows] = []  # predicted from a node's last hidden state; scored with the next step
 
     def admit(self, seq: Sequence, match: Match) -> None:
@@ -82,23 +111,32 @@ class PromptScorer:
                 used.add(node.end - 1 - begin)
         return sorted(used)
 
-    def score(self, step: Step, hidden: Tensor) -> None:
-        """Score the tokens that this step's hidden states [num_tokens, hidden_size] predict."""
+    def launch(self, step: Step, hidden: Tensor) -> LaunchedScores | None:
+        """Score the tokens that this step's hidden states [num_tokens, hidden_size] predict; None: nobody asks."""
         rows, self._borders = self._borders, []
+        keeps = False
         at = 0
         for seq, num_tokens in step.scheduled:
             begin = seq.num_computed
             if begin < seq.num_prompt:  # what comes behind the prompt was sampled
                 part = hidden[at : at + num_tokens]
                 rows += self._predicted(seq, begin, part)
-                self._keep_last_hidden(seq, begin, part)
+                keeps |= self._keep_last_hidden(seq, begin, part)
             at += num_tokens
+        if not rows and not keeps:
+            return None
         rows = [scored for row in rows if len((scored := _after_keeping(row)).positions)]
-        if rows:
-            self._run_head(rows)
+        if not rows:
+            return LaunchedScores([], np.empty(0, np.int64), None)
+        targets = np.concatenate([row.seq.token_at(row.positions) for row in rows]).astype(np.int64)
+        picked = torch.cat([row.hidden for row in rows])
+        return LaunchedScores(rows, targets, self.model.target_logprobs(picked, self.staging.put([targets])[0]))
 
-    @staticmethod
-    def _predicted(seq: Sequence, begin: int, hidden: Tensor) -> list[_Rows]:
+    def start_over(self) -> None:
+        """All sequences will be admitted again."""
+        self._borders.clear()
+
+    def _predicted(self, seq: Sequence, begin: int, hidden: Tensor) -> list[_Rows]:
         """The wanted tokens behind positions [begin, begin + len(hidden))."""
         if seq.wanted is None:
             return []
@@ -106,26 +144,14 @@ class PromptScorer:
         if not len(places):
             return []
         is_whole = len(places) == places[-1] - places[0] + 1
-        picked = hidden[places[0] : places[-1] + 1] if is_whole else hidden[torch.from_numpy(places).to(hidden.device)]
+        picked = hidden[places[0] : places[-1] + 1] if is_whole else hidden[self.staging.put([places])[0]]
         return [_Rows(seq, begin + 1 + places, picked)]
 
-    def _keep_last_hidden(self, seq: Sequence, begin: int, hidden: Tensor) -> None:
-        for node in self._computing(seq):
-            if node.keeps_hidden and begin < node.end <= begin + len(hidden):
-                node.last_hidden = hidden[node.end - 1 - begin].clone()
-
-    def _run_head(self, rows: list[_Rows]) -> None:
-        targets = np.concatenate([row.seq.token_at(row.positions) for row in rows]).astype(np.int64)
-        hidden = torch.cat([row.hidden for row in rows])
-        found = self.model.target_logprobs(hidden, torch.from_numpy(targets).to(self.model.device))
-        values = TokenScores(
-            found.logprob.cpu().numpy(), found.entropy.cpu().numpy(), found.argmax.cpu().numpy() == targets
-        )
-        at = 0
-        for seq, positions, _ in rows:
-            assert seq.scores is not None
-            seq.scores[positions] = values[at : at + len(positions)]
-            at += len(positions)
+    def _keep_last_hidden(self, seq: Sequence, begin: int, hidden: Tensor) -> bool:
+        ends = [node for node in self._computing(seq) if node.keeps_hidden and begin < node.end <= begin + len(hidden)]
+        for node in ends:
+            node.last_hidden = hidden[node.end - 1 - begin].clone()
+        return bool(ends)
 
 
 def _after_keeping(row: _Rows) -> _Rows:

@@ -6,8 +6,9 @@ parameters and stream alone: whatever runs along a long dimension keeps a fixed 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.batch import PersistentBatch
+from batchinfer.engine.penalties import penalise
+from batchinfer.engine.pending import PendingTokens
 from batchinfer.engine.random import gumbel_noise, gumbel_noise_all
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.staging import Staging
 
 #: Rows of Gumbel noise for the whole vocabulary made at a time; more would leave the caches.
 NOISE_ROWS = 16
@@ -31,6 +35,45 @@ class Sampled:
     logprobs: list[float | None]  # None where not asked for
     top_logprobs: list[list[tuple[int, float]] | None]
     is_finite: list[bool]  # False: the model gave NaN or infinity, and the row's token means nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Log-probabilities of some rows' tokens, and their k most probable ids."""
+
+    rows: npt.NDArray[np.int64]  # [n] which rows of the draw
+    logprobs: Tensor  # [n] fp32
+    top: tuple[Tensor, Tensor] | None  # ids [n, k] int64 and log-probabilities [n, k] fp32, best first; None: k is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was drawn, on the device: nobody has waited for it."""
+
+    token_ids: Tensor  # [rows] int
+    is_finite: Tensor  # [rows] bool
+    reports: list[Report]
+
+    def tensors(self) -> list[Tensor]:
+        """All there is to bring to the host."""
+        found = [self.token_ids, self.is_finite]
+        for report in self.reports:
+            found += (report.logprobs, *(report.top or ()))
+        return found
+
+    def read(self, arrays: Iterator[npt.NDArray[Any]]) -> Sampled:
+        """Takes the values of `tensors` off the front of `arrays`."""
+        token_ids, is_finite = next(arrays).tolist(), next(arrays).tolist()
+        out = Sampled(token_ids, [None] * len(token_ids), [None] * len(token_ids), is_finite)
+        for report in self.reports:
+            rows, logprobs = report.rows.tolist(), next(arrays).tolist()
+            tops: Iterable[list[tuple[int, float]]] = ([] for _ in rows)
+            if report.top is not None:
+                pairs = zip(next(arrays).tolist(), next(arrays).tolist(), strict=True)
+                tops = (list(zip(ids, values, strict=True)) for ids, values in pairs)
+            for row, logprob, top in zip(rows, logprobs, tops, strict=True):
+                out.logprobs[row], out.top_logprobs[row] = logprob, top
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +95,7 @@ class DrawColumns:
             top_p=batch.top_p[slots],
             min_p=batch.min_p[slots],
             keys=batch.stream_key[slots],
-            positions=np.fromiter((seq.num_output for seq in seqs), np.int64, len(seqs)),
+            positions=np.fromiter((seq.num_drawn for seq in seqs), np.int64, len(seqs)),
         )
 
 
@@ -81,62 +124,101 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self._draw = model.draw if isinstance(model, FusedDraw) else draw
 
-    def __call__(self, logits: Tensor, seqs: list[Sequence], batch: PersistentBatch) -> Sampled:
-        """Draw from `logits` [rows, vocab] fp32, which is overwritten. Row i belongs to seqs[i]."""
+    def __call__(
+        self, logits: Tensor, seqs: list[Sequence], batch: PersistentBatch, pending: PendingTokens | None = None
+    ) -> Drawn:
+        """Draw from `logits` [rows, vocab] fp32, which is overwritten. Row i belongs to seqs[i]. Reads nothing back.
+
+        Args:
+            pending: last tokens of some of the sequences. Positions and min_tokens need their number alone.
+        """
         slots = np.fromiter((seq.slot for seq in seqs), np.int64, len(seqs))
+        is_drawn = batch.temperature[slots] > 0
+        wanted, is_processed = batch.num_logprobs[slots], batch.is_processed[slots]
+        asked = [_Asked.of(wanted, (wanted >= 0) & is_kind) for is_kind in (~is_processed, is_processed)]
+        rows = np.flatnonzero(is_drawn)
+        put = iter(batch.staging.put([rows, *asked[0].arrays(), *asked[1].arrays()]))
+        index, raw, processed = next(put), asked[0].on_device(put), asked[1].on_device(put)
         is_finite = torch.isfinite(logits.amax(-1))
-        wanted = batch.num_logprobs[slots]
-        raw_rows = np.flatnonzero((wanted >= 0) & ~batch.is_processed[slots])
-        raw = torch.log_softmax(logits[_index(raw_rows, logits)], -1) if len(raw_rows) else None
-        for row, seq in enumerate(seqs):
-            _penalise(logits, row, seq)
-            self._ban(logits, row, seq)
+        raw_logprobs = raw.logprobs(logits)
+        penalise(logits, seqs, batch.staging, pending)
+        self._ban(logits, seqs, batch.staging)
         logits[:, self.num_ids :] = NEG_INF
         token_ids = logits.argmax(-1)
-        drawn = np.flatnonzero(batch.temperature[slots] > 0)
-        if len(drawn):
-            columns = DrawColumns.of([seqs[row] for row in drawn], slots[drawn], batch)
-            writes = bool((batch.is_processed[slots[drawn]] & (wanted[drawn] >= 0)).any())
-            rows = _index(drawn, logits)
-            part = logits if len(drawn) == len(seqs) else logits[rows]
-            token_ids[rows] = self._draw(part, columns, writes=writes)
+        if len(rows):
+            columns = DrawColumns.of([seqs[row] for row in rows], slots[rows], batch)
+            writes = bool((is_processed & (wanted >= 0) & is_drawn).any())
+            part = logits if len(rows) == len(seqs) else logits[index]
+            token_ids[index] = self._draw(part, columns, writes=writes)
             if writes and part is not logits:
-                logits[rows] = part
-        out = Sampled(token_ids.tolist(), [None] * len(seqs), [None] * len(seqs), is_finite.tolist())
-        if raw is not None:
-            _report(out, raw, raw_rows, wanted)
-        processed_rows = np.flatnonzero((wanted >= 0) & batch.is_processed[slots])
-        if len(processed_rows):
-            processed = torch.log_softmax(logits[_index(processed_rows, logits)], -1)
-            _report(out, processed, processed_rows, wanted)
-        return out
+                logits[index] = part
+        reports = raw.reports(raw_logprobs, token_ids) + processed.reports(processed.logprobs(logits), token_ids)
+        return Drawn(token_ids, is_finite, reports)
 
-    def _ban(self, logits: Tensor, row: int, seq: Sequence) -> None:
-        if seq.num_output < seq.params.min_tokens:
-            banned = [i for i in (*self.eos_token_ids, *seq.params.stop_token_ids) if i < logits.shape[1]]
-            logits[row, banned] = NEG_INF
+    def _ban(self, logits: Tensor, seqs: list[Sequence], staging: Staging) -> None:
+        """What would end a row before its min_tokens is not drawn."""
+        banned = [
+            (row, token_id)
+            for row, seq in enumerate(seqs)
+            if seq.params.min_tokens and seq.num_drawn < seq.params.min_tokens
+            for token_id in (*self.eos_token_ids, *seq.params.stop_token_ids)
+            if token_id < logits.shape[1]
+        ]
+        if banned:
+            rows, ids = staging.put(list(np.array(banned, dtype=np.int64).T))
+            logits[rows, ids] = NEG_INF
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Rows that ask for log-probabilities of one kind, by how many of the most probable ids they want."""
+
+    rows: npt.NDArray[np.int64]
+    # Rows with the same k together: which of equal values topk takes may depend on k, never on other rows.
+    groups: dict[int, npt.NDArray[np.int64]]  # k -> places among `rows`
+
+    @classmethod
+    def of(cls, wanted: npt.NDArray[np.int64], is_asked: npt.NDArray[np.bool_]) -> _Asked:
+        rows = np.flatnonzero(is_asked)
+        return cls(rows, {int(k): np.flatnonzero(wanted[rows] == k) for k in np.unique(wanted[rows])})
+
+    def arrays(self) -> list[npt.NDArray[np.int64]]:
+        return [self.rows, *self.groups.values()]
+
+    def on_device(self, put: Iterator[Tensor]) -> _AskedOnDevice:
+        """With the tensors of `arrays`, taken off the front of `put`."""
+        return _AskedOnDevice(self, next(put), [next(put) for _ in self.groups])
+
+
+class _AskedOnDevice(NamedTuple):
+    host: _Asked
+    rows: Tensor
+    groups: list[Tensor]
+
+    def logprobs(self, logits: Tensor) -> Tensor | None:
+        """[rows asked, vocab] fp32; None if nobody asks."""
+        if not len(self.host.rows):
+            return None
+        return torch.log_softmax(logits if len(self.host.rows) == len(logits) else logits[self.rows], -1)
+
+    def reports(self, logprobs: Tensor | None, token_ids: Tensor) -> list[Report]:
+        if logprobs is None:
+            return []
+        of_drawn = logprobs.gather(1, token_ids[self.rows][:, None])[:, 0]
+        found = []
+        for (k, places), index in zip(self.host.groups.items(), self.groups, strict=True):
+            best = logprobs[index].topk(min(k, logprobs.shape[1]), -1) if k else None
+            top = None if best is None else (best.indices, best.values)
+            found.append(Report(self.host.rows[places], of_drawn[index], top))
+        return found
 
 
 def _index(rows: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(rows).to(like.device)
 
 
-def _penalise(logits: Tensor, row: int, seq: Sequence) -> None:
-    seen = seq.penalised()
-    if seen is None:
-        return
-    params = seq.params
-    ids = torch.from_numpy(seen.ids[: seen.num_ids]).to(logits.device)
-    counts = torch.from_numpy(seen.counts[: seen.num_ids]).to(logits.device)
-    values = logits[row, ids]
-    if params.repetition_penalty != 1:
-        values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-    logits[row, ids] = values
-
-
 def draw(logits: Tensor, columns: DrawColumns, *, writes: bool) -> Tensor:
-    """A Gumbel-max draw from the scaled and truncated logits; see FusedDraw."""
+    """A Gumbel-max draw from the scaled and truncated logits; see FusedDraw. Waits for the device."""
 
     def put(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(logits.device)
@@ -193,18 +275,3 @@ def _truncate(logits: Tensor, limits: Limits) -> Kept:
     keep[:, 0] = True
     count = int(keep.sum(-1).max())
     return Kept(ids[:, :count], ordered.masked_fill(~keep, NEG_INF)[:, :count])
-
-
-def _report(out: Sampled, logprobs: Tensor, rows: np.ndarray, wanted: np.ndarray) -> None:
-    """Fill in the log-probabilities of `rows`; logprobs[i] [vocab] belongs to rows[i]."""
-    chosen = torch.tensor([out.token_ids[row] for row in rows], device=logprobs.device)
-    values = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
-    for row, value in zip(rows, values, strict=True):
-        out.logprobs[row] = value
-    # Rows with the same k together: which of equal values topk takes may depend on k, never on other rows.
-    for k in sorted(set(wanted[rows])):
-        of_k = np.flatnonzero(wanted[rows] == k)
-        best = logprobs[_index(of_k, logprobs)].topk(min(int(k), logprobs.shape[1]), -1) if k else None
-        for at, i in enumerate(of_k):
-            pairs = [] if best is None else list(zip(best.indices[at].tolist(), best.values[at].tolist(), strict=True))
-            out.top_logprobs[rows[i]] = pairs

@@ -99,11 +99,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running) or self.num_waiting > 0
 
-    def schedule(self) -> Step:
-        """The next step. Empty only when nothing is left to do."""
+    def schedule(self, *, may_preempt: bool = True) -> Step | None:
+        """The next step. Empty only when nothing is left to do.
+
+        Args:
+            may_preempt: without it there is no step (None) where a sequence would have to be preempted. Ask again
+                when it is known whether one has ended; blocks that were given out meanwhile are not lost.
+        """
         step = Step()
         self._budget = self._next_budget()
-        self._advance_running(step)
+        if not self._advance_running(step, may_preempt):
+            return None
         if not step.preempted:  # a full pool is no time to admit
             self._admit_waiting(step)
         assert step.scheduled or not self.has_work(), f"stuck: {len(self.running)=} {self.num_waiting=}"
@@ -121,7 +127,7 @@ class Scheduler:
         needed = first.num_tokens - first.num_computed
         return min(max(needed, self._first_row_tokens, len(self.running)), self.max_batch_tokens)
 
-    def _advance_running(self, step: Step) -> None:
+    def _advance_running(self, step: Step, may_preempt: bool) -> bool:
         taken: dict[int, int] = {}  # id(sequence) -> tokens
         budget = self._budget
         decodes_first = sorted(self.running, key=lambda seq: seq.num_tokens - seq.num_computed > 1)
@@ -130,6 +136,8 @@ class Scheduler:
             if not seq.is_running or not num_tokens:  # preempted a moment ago, or the budget is spent
                 continue
             while not self._grow(seq, seq.num_computed + num_tokens, step):
+                if not may_preempt:
+                    return False
                 victim = self.running[-1]
                 budget += taken.pop(id(victim), 0)
                 self._preempt(victim, step)
@@ -140,6 +148,7 @@ class Scheduler:
                 budget -= num_tokens
         step.scheduled = [(seq, taken[id(seq)]) for seq in self.running if id(seq) in taken]
         step.num_tokens = sum(taken.values())
+        return True
 
     def _grow(self, seq: Sequence, num_tokens: int, step: Step) -> bool:
         """Give the sequence blocks for its first `num_tokens`; False if there are not enough."""
@@ -161,9 +170,12 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
         self._leave(seq)
+        step.preempted.append(seq)
+        self._wait_again(seq)
+
+    def _wait_again(self, seq: Sequence) -> None:
         seq.num_preempted += 1
         seq.num_computed = seq.num_cached = 0
-        step.preempted.append(seq)
         heapq.heappush(self._waiting, (seq.order, seq))
         self._return_to_queue(self.cache.on_stopped(seq, will_return=True))
 
@@ -236,6 +248,20 @@ class Scheduler:
             self._first = None
         self._leave(seq)
         self._return_to_queue(self.cache.on_stopped(seq, will_return=False))
+
+    def start_over(self, finished: Iterable[Sequence]) -> list[Sequence]:
+        """Give up all KV there is: what runs, and what has finished too early, is computed again from the start.
+
+        Returns:
+            The sequences that ran.
+        """
+        stopped = list(self.running)
+        for seq in stopped:
+            self._leave(seq)
+        for seq in (*stopped, *finished):
+            self._wait_again(seq)
+        self.cache.drop_all()
+        return stopped
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps. For tests; O(everything)."""

@@ -28,6 +28,7 @@ class Sequence:
     There are no phases: `num_computed` catches up with `num_tokens`.
 
         [0, num_cached) KV shared with a node · [num_cached, num_computed) computed here · rest to come
+        [0, num_known) the host has the ids · [num_known, num_tokens) drawn, the ids are on the device
     """
 
     prompt: Prompt
@@ -41,12 +42,14 @@ class Sequence:
     owners: list[Owner] = field(default_factory=list)
     window: int = 0  # which of the run's windows it came with
 
-    tokens: TokenIds = field(init=False)  # [capacity] int32; the first num_tokens count
+    tokens: TokenIds = field(init=False)  # [capacity] int32; the first num_known count
     num_tokens: int = field(init=False)
+    num_known: int = field(init=False)
     num_computed: int = 0
     num_cached: int = 0  # at the latest admission
     blocks: list[int] = field(default_factory=list)
     is_running: bool = False  # the scheduler's
+    has_ended: bool = False  # it has its last token or its error; what was drawn after that is of no use
     slot: int = -1  # the persistent batch's row; -1: none
     num_preempted: int = 0
     is_finite: bool = True  # False: a hidden state was NaN or infinite, so its KV is not for others
@@ -62,7 +65,7 @@ class Sequence:
     def __post_init__(self) -> None:
         # Waiting rows hold no copy of their prompt: a window has tens of thousands of them.
         self.tokens = self.prompt.token_ids
-        self.num_tokens = len(self.tokens)
+        self.num_tokens = self.num_known = len(self.tokens)
 
     @property
     def params(self) -> SamplingParams:
@@ -93,6 +96,12 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Output tokens that the host knows."""
+        return self.num_known - self.num_prompt
+
+    @property
+    def num_drawn(self) -> int:
+        """Output tokens, those among them that the host has not read."""
         return self.num_tokens - self.num_prompt
 
     @property
@@ -109,30 +118,36 @@ class Sequence:
         params = self.params
         return (
             params.temperature == 0
-            and self.num_output >= params.min_tokens
+            and self.num_drawn >= params.min_tokens
             and params.repetition_penalty == 1
             and not params.presence_penalty
             and not params.frequency_penalty
             and (params.logprobs is None or (params.logprobs == 0 and params.logprobs_mode == "raw"))
         )
 
-    @property
-    def is_decoding(self) -> bool:
-        """Only the last token is still to be computed, and it is one that was generated."""
-        return self.num_tokens - self.num_computed == 1 and self.num_output > 0
-
-    def append(self, token_id: int) -> None:
+    def draw(self) -> None:
+        """Its next token is being drawn: it counts, and has a place; `append` says later which it is."""
         if self.num_tokens == len(self.tokens):
-            grown = np.empty(min(self.num_prompt + self.max_tokens, 2 * self.num_tokens + 64), dtype=np.int32)
+            grown = np.full(min(self.num_prompt + self.max_tokens, 2 * self.num_tokens + 64), -1, dtype=np.int32)
             grown[: self.num_tokens] = self.tokens
             self.tokens = grown
-        self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+
+    def append(self, token_id: int) -> None:
+        """The first drawn token that the host did not know; one more, if it knew all."""
+        if self.num_known == self.num_tokens:
+            self.draw()
+        self.tokens[self.num_known] = token_id
+        self.num_known += 1
         if self.penalties is not None:
             self.penalties.add(token_id)
 
+    def forget_unread(self) -> None:
+        """What was drawn and not read is to be drawn again."""
+        self.num_tokens = self.num_known
+
     def penalised(self) -> Penalties | None:
-        """What penalties need to know, built when first asked for; None if the row has none."""
+        """What penalties need of the known tokens, built when first asked for; None if the row has none."""
         params = self.params
         if self.penalties is None and (
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty

@@ -1,7 +1,8 @@
-"""Host arrays to the device, without waiting for it."""
+"""Host arrays to the device and results back, without waiting for the device before it must be."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Array = npt.NDArray[np.generic]
+
 #: Every array begins at a multiple of this: kernels are compiled once for aligned pointers.
 ALIGNMENT_BYTES = 64
 
@@ -17,7 +20,7 @@ ALIGNMENT_BYTES = 64
 class Event(Protocol):
     """Of torch.cuda.Event, what is needed."""
 
-    def record(self) -> None: ...
+    def query(self) -> bool: ...
 
     def synchronize(self) -> None: ...
 
@@ -25,17 +28,15 @@ class Event(Protocol):
 class Staging:
     """Gathers arrays in one pinned buffer and copies them at once, behind whatever the device does.
 
-    A copy from ordinary memory waits until the device has come to it. There are several buffers in turn; one is
-    written again only when the copy out of it is done. On a CPU arrays become tensors as they are.
+    A copy from or to ordinary memory waits until the device has come to it. A buffer is written again only when the
+    copy out of it is done; if none is, there is one buffer more. On a CPU arrays become tensors as they are, and back.
     """
 
-    def __init__(self, device: torch.device, num_buffers: int = 3) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * num_buffers
-        self._copied: list[Event | None] = [None] * num_buffers
-        self._next = 0
+        self._buffers: deque[tuple[Tensor, Event]] = deque()  # each with its last copy, the oldest first
 
-    def put(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[Tensor]:
+    def put(self, arrays: Sequence[Array]) -> list[Tensor]:
         """A tensor on the device for each array, of its shape and type. They share memory of their own."""
         if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
@@ -43,27 +44,33 @@ class Staging:
         for array in arrays:
             begins.append(num_bytes)
             num_bytes += -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        index, buffer = self._free_buffer(num_bytes)
+        buffer = self._free_buffer(num_bytes)
         host = buffer.numpy()
         for begin, array in zip(begins, arrays, strict=True):
             host[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         out.copy_(buffer[:num_bytes], non_blocking=True)
-        self._copied[index] = self._record()
+        self._buffers.append((buffer, self._record()))
         return [
             out[begin : begin + array.nbytes].view(_dtype(array)).view(array.shape)
             for begin, array in zip(begins, arrays, strict=True)
         ]
 
-    def _free_buffer(self, num_bytes: int) -> tuple[int, Tensor]:
-        index = self._next
-        self._next = (index + 1) % len(self._buffers)
-        copied = self._copied[index]
-        if copied is not None:
-            copied.synchronize()
-        if self._buffers[index].numel() < num_bytes:
-            self._buffers[index] = self._pinned(max(num_bytes, 1 << 16))
-        return index, self._buffers[index]
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        """Begin to bring these to the host, in one copy behind what the device does."""
+        if self.device.type == "cpu":
+            return Fetched(tensors)
+        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        buffer = self._pinned(packed.numel())
+        buffer.copy_(packed, non_blocking=True)
+        return Fetched(tensors, buffer, self._record())
+
+    def _free_buffer(self, num_bytes: int) -> Tensor:
+        if self._buffers and self._buffers[0][1].query():  # copies are done in their order
+            buffer, _ = self._buffers.popleft()
+            if buffer.numel() >= num_bytes:
+                return buffer
+        return self._pinned(max(num_bytes, 1 << 16))
 
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -74,5 +81,30 @@ class Staging:
         return event
 
 
-def _dtype(array: npt.NDArray[np.generic]) -> torch.dtype:
+class Fetched:
+    """Tensors on their way to the host. See Staging.fetch."""
+
+    def __init__(self, tensors: Sequence[Tensor], buffer: Tensor | None = None, copied: Event | None = None) -> None:
+        self._tensors = tensors
+        self._buffer = buffer
+        self._copied = copied
+
+    def arrays(self) -> list[Array]:
+        """Each tensor's values, in its shape and type. Waits for the copy, and for nothing that came after it."""
+        if self._buffer is None or self._copied is None:
+            return [tensor.numpy() for tensor in self._tensors]
+        self._copied.synchronize()
+        host, found, begin = self._buffer.numpy(), [], 0
+        for tensor in self._tensors:
+            part = host[begin : begin + tensor.nbytes]
+            found.append(np.frombuffer(part.tobytes(), _numpy_dtype(tensor)).reshape(tensor.shape))
+            begin += tensor.nbytes
+        return found
+
+
+def _dtype(array: Array) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+
+
+def _numpy_dtype(tensor: Tensor) -> np.dtype[np.generic]:
+    return torch.empty(0, dtype=tensor.dtype).numpy().dtype

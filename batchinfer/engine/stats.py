@@ -26,6 +26,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_steps: int = 0
     num_steps_without_memory: int = 0  # each has halved the token budget of the following ones
+    num_tokens_discarded: int = 0  # computed ahead for samples that turned out to have ended, or behind a NaN
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0
     planning_s: float = 0.0

@@ -224,6 +224,11 @@ class TreeCache:
         node.blocks = node.scores = node.last_hidden = None
         self.computed.discard(node.index)
 
+    def drop_all(self) -> None:
+        """No node is computed any more."""
+        for index in list(self.computed):
+            self._drop(self.nodes[index])
+
     def held(self) -> list[list[int]]:
         """The block lists of all computed nodes, for BlockPool.check_integrity."""
         return [self.nodes[index].blocks or [] for index in self.computed]

@@ -259,7 +259,7 @@ def draw(logits: Tensor, columns: DrawColumns, *, writes: bool, staging: Staging
     if not num_rows:
         return ids
     arrays = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.keys, columns.positions)
-    put = (staging or Staging(logits.device, 1)).put(arrays)
+    put = (staging or Staging(logits.device)).put(arrays)
     sample_kernel[(num_rows,)](
         logits, *put, ids, vocab, logits.stride(0), WRITES=writes, **_launch(chip_of(logits.device), vocab)
     )

@@ -10,8 +10,10 @@ by one token count. Around each part of a step a timer takes the part's own time
     apply       rows in and out of the batch, copies of blocks
     inputs      the step's tensors
     call        what the decoder does around the kernels
-    check       NaN and infinity
-    sample      from hidden states to tokens, ends of rows
+    sample      from hidden states to drawn tokens
+    collect     what the host reads of the step, the check for NaN and infinity among it
+    advance     the scheduler's view of the step
+    append      tokens to their rows, stops, text
     count       statistics
     rest        what is left of a step
 
@@ -98,6 +100,8 @@ def timed_parts(engine: Engine, timers: Timers, ends: Timers) -> Iterator[None]:
     from batchinfer.engine.batch import PersistentBatch
     from batchinfer.engine.core import EngineRun
     from batchinfer.engine.detokenizer import OutputText
+    from batchinfer.engine.draws import Drawer
+    from batchinfer.engine.flight import Flight
     from batchinfer.engine.scheduler import Scheduler
 
     model: Any = engine.model
@@ -109,9 +113,11 @@ def timed_parts(engine: Engine, timers: Timers, ends: Timers) -> Iterator[None]:
         (EngineRun, "_apply", "apply"),
         (PersistentBatch, "inputs", "inputs"),
         (model, "forward", of_model),
-        (EngineRun, "_note_non_finite", "check"),
-        (EngineRun, "_sample", "sample"),
+        (Drawer, "launch", "sample"),
         (model, "logits", of_model),
+        (Flight, "of", "collect"),
+        (EngineRun, "_advance", "advance"),
+        (EngineRun, "_append", "append"),
         (EngineRun, "_count", "count"),
     ]
     if hasattr(model, "greedy"):

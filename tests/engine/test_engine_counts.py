@@ -9,6 +9,8 @@ from batchinfer import SamplingParams
 from batchinfer.config import EngineConfig
 from batchinfer.engine.stats import EngineStats
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 @pytest.mark.parametrize("num_blocks", [200, 6])
 def test_drawn_tokens_count_as_they_come_and_the_most_that_are_left_falls_to_nothing(num_blocks: int) -> None:

@@ -15,6 +15,7 @@ from tiny_models import INSTRUCTION_SETS, SMALL_SPEC, kv_bytes, random_weights, 
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.stats import EngineStats
 from batchinfer.types import Prompt, SamplingParams
 
 Backend = tuple[torch.dtype, str | None]
@@ -117,9 +118,40 @@ def test_every_row_equals_its_solo_run_on_older_processors(
     check_equal_to_solo(older_solo, max_batch_tokens, max_num_seqs, pool, sharing, order)
 
 
-def check_equal_to_solo(
+@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize(
+    ("max_batch_tokens", "max_num_seqs", "pool", "order"),
+    [
+        (1, 1, LARGE_POOL, "forward"),
+        (7, 4, TINY_POOL, "shuffled"),
+        (7, 64, LARGE_POOL, "forward"),
+        (33, 4, TINY_POOL, "forward"),
+        (33, 64, TINY_POOL, "shuffled"),
+        (33, 64, LARGE_POOL, "shuffled"),
+        (512, 4, LARGE_POOL, "forward"),
+        (512, 64, TINY_POOL, "shuffled"),
+        (512, 64, LARGE_POOL, "forward"),
+    ],
+)
+def test_every_row_equals_its_solo_run_looking_ahead(
     solo: Solo, max_batch_tokens: int, max_num_seqs: int, pool: int, sharing: bool, order: str
 ) -> None:
+    stats = check_equal_to_solo(solo, max_batch_tokens, max_num_seqs, pool, sharing, order, looks_ahead=True)
+    assert stats.num_tokens_discarded > 0, "rows that stop are computed once too often"
+    assert (stats.num_kv_blocks_used, stats.max_output_tokens_left, stats.num_output_tokens_unfinished) == (0, 0, 0)
+    num_output = sum(len(values["token_ids"]) for values in solo[1].values())
+    assert stats.num_output_tokens == num_output, "what is discarded is not reported"
+
+
+def check_equal_to_solo(
+    solo: Solo,
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    pool: int,
+    sharing: bool,
+    order: str,
+    looks_ahead: bool = False,
+) -> EngineStats:
     (dtype, kernels), expected = solo
     config = EngineConfig(
         max_batch_tokens=max_batch_tokens,
@@ -130,6 +162,7 @@ def check_equal_to_solo(
     )
     engine = tiny_engine(config, dtype=dtype, kernels=kernels)
     engine.config = replace(config, kv_memory_bytes=kv_bytes(engine, pool))
+    engine.looks_ahead = looks_ahead
     found = run_all(engine, ORDERS[order](mixed_rows()))
     differing = [key for key in expected if found[key] != expected[key]]
     assert not differing, f"{len(differing)} of {len(expected)} differ, first {differing[0]}"
@@ -137,9 +170,11 @@ def check_equal_to_solo(
         assert engine.stats.num_preemptions > 0, "the tiny pool was meant to preempt"
     if sharing:
         assert engine.stats.num_prompt_tokens_reused > 0
+    return engine.stats
 
 
-def test_every_row_can_be_preempted_twice() -> None:
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_every_row_can_be_preempted_twice(looks_ahead: bool) -> None:
     """Rows of equal length in a pool for one and a half of them: whoever comes late is thrown out again and again."""
     rows = [
         Prompt(
@@ -155,6 +190,7 @@ def test_every_row_can_be_preempted_twice() -> None:
     expected = {key: value for row in rows for key, value in run_all(alone, [row]).items()}
     engine = tiny_engine(EngineConfig(block_size=16), weights=weights)
     engine.config = replace(engine.config, kv_memory_bytes=kv_bytes(engine, 8))
+    engine.looks_ahead = looks_ahead
     assert run_all(engine, rows) == expected
     assert engine.stats.num_preemptions >= 2
     assert engine.stats.num_kv_blocks_used == 0

@@ -13,6 +13,8 @@ from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.types import Completion, ErrorCode, Prompt, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 BAD = 7  # a token id whose embedding is NaN
 
 

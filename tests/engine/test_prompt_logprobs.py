@@ -16,6 +16,8 @@ from batchinfer.engine.engine import Engine
 from batchinfer.models.decoder import KVCache, StepInputs
 from batchinfer.types import Completion, Prompt, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 WEIGHTS = random_weights(SMALL_SPEC, torch.float32)
 LENGTHS = (15, 16, 17, 31, 32, 33, 50)  # around the borders of blocks of 16
 CHUNKS = (1, 7, 16, 49, 50, 64)

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.batch import PersistentBatch
 from batchinfer.engine.detokenizer import OutputText
+from batchinfer.engine.penalties import penalise
+from batchinfer.engine.pending import PendingTokens
 from batchinfer.engine.random import gumbel_noise_all, stream_key
 from batchinfer.engine.sampler import Sampled, Sampler
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.staging import Staging
 from batchinfer.types import Prompt, SamplingParams
 
 EOS = (2, 5)
@@ -50,7 +53,8 @@ def sample(logits: Float64s | list[list[float]], seqs: list[Sequence], num_ids: 
     for seq in seqs:
         batch.add(seq)
     try:
-        return Sampler(tensor.shape[1] if num_ids is None else num_ids, EOS)(tensor, seqs, batch)
+        drawn = Sampler(tensor.shape[1] if num_ids is None else num_ids, EOS)(tensor, seqs, batch)
+        return drawn.read(iter([values.numpy() for values in drawn.tensors()]))
     finally:
         for seq in seqs:
             batch.remove(seq)
@@ -357,3 +361,44 @@ def test_bans_and_penalties_name_ids_the_model_may_not_have() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(1, 999), repetition_penalty=2.0)
     found = sample([[1.0, 8.0, 7.0, 3.0]], [sequence(params, prompt=[3], output=[0])])
     assert found.token_ids == [3], "1 and 2 are banned, 3 is halved to 1.5 and 0 to 0.5"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    outputs=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=6), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_a_token_that_only_the_device_knows_is_penalised_as_any_other(
+    outputs: list[list[int]], data: st.DataObject
+) -> None:
+    """Bitwise: whether it is new, in the prompt, or drawn before."""
+    params = [
+        SamplingParams(
+            max_tokens=20,
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.3, 0.8])),
+            presence_penalty=data.draw(st.sampled_from([0.0, 0.6, -0.4])),
+            frequency_penalty=data.draw(st.sampled_from([0.0, 0.37, -0.21])),
+        )
+        for _ in outputs
+    ]
+    prompts = [data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3)) for _ in outputs]
+    is_pending = [data.draw(st.booleans()) for _ in outputs]
+    known = [sequence(*row) for row in zip(params, prompts, outputs, strict=True)]
+    ahead = [
+        sequence(one, prompt, output[:-1] if waits else output)
+        for one, prompt, output, waits in zip(params, prompts, outputs, is_pending, strict=True)
+    ]
+    some = [row for row, waits in enumerate(is_pending) if waits][::-1]
+    for row in some:
+        ahead[row].draw()
+    pending = PendingTokens(torch.tensor([outputs[row][-1] for row in some]).long(), [ahead[row] for row in some])
+    logits = torch.randn(len(outputs), 8, generator=torch.Generator().manual_seed(1))
+    logits[:, 0] = 0.0
+    expected, found = logits.clone(), logits.clone()
+    staging = Staging(torch.device("cpu"))
+    penalise(expected, known, staging, None)
+    penalise(found, ahead, staging, pending)
+    assert torch.equal(found, expected)
+    for row, seq in enumerate(known):
+        slow = slow_logits(logits[row].numpy(), seq, 8)
+        assert expected[row].numpy() == pytest.approx(slow, abs=1e-5)

@@ -37,10 +37,12 @@ class Drive:
     n: int = 1
     max_tokens: list[int] | None = None  # num_outputs may end a sequence earlier
     first_row_tokens: int = 0
+    looks_ahead: bool = False  # who has ended with a step is known when the next one is launched
 
     steps: list[Step] = field(init=False, default_factory=list)
     finished: list[Sequence] = field(init=False, default_factory=list)
     num_computed_tokens: int = field(init=False, default=0)
+    unread: list[Sequence] = field(init=False, default_factory=list)  # have ended with the last step
 
     def __post_init__(self) -> None:
         limits = self.max_tokens or self.num_outputs
@@ -65,7 +67,14 @@ class Drive:
         self.kv = np.full(self.num_blocks * self.block_size, -1)  # the history of tokens, hashed, that a slot holds
 
     def step(self) -> Step:
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(may_preempt=not self.unread)
+        if step is None or not step.scheduled:
+            self._take(self.unread)
+            self.unread = []
+            step = self.scheduler.schedule()
+            assert step is not None
+            if not step.scheduled:
+                return step
         self.steps.append(step)
         assert 0 < step.num_tokens <= self.max_batch_tokens
         assert step.num_tokens == sum(num_tokens for _, num_tokens in step.scheduled)
@@ -79,15 +88,28 @@ class Drive:
             blocks[target] = content
         for seq, num_tokens in step.scheduled:
             self._compute(seq, num_tokens)
-        for seq, num_tokens in step.scheduled:
-            self.scheduler.on_computed(seq, num_tokens)
-            if seq.num_computed == seq.num_tokens:
-                seq.append(1000 * (seq.order + 1) + seq.num_output)
-                if seq.num_output == self.num_outputs[seq.prompt.row_index]:
-                    self.scheduler.finish(seq)
-                    self.finished.append(seq)
+        ended = [seq for seq, num_tokens in step.scheduled if self._advance(seq, num_tokens)]
+        if self.looks_ahead:
+            ended, self.unread = self.unread, ended
+        self._take(ended)
         self.scheduler.check_integrity()
         return step
+
+    def _advance(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence ends with the step."""
+        self.scheduler.on_computed(seq, num_tokens)
+        if seq.num_computed < seq.num_tokens:
+            return False
+        seq.append(1000 * (seq.order + 1) + seq.num_output)
+        if self.looks_ahead and seq.num_output == seq.max_tokens:
+            self.scheduler.finish(seq)
+        return seq.num_output == self.num_outputs[seq.prompt.row_index]
+
+    def _take(self, ended: list[Sequence]) -> None:
+        for seq in ended:
+            if seq.is_running:
+                self.scheduler.finish(seq)
+            self.finished.append(seq)
 
     def _compute(self, seq: Sequence, num_tokens: int) -> None:
         """Store the KV of the next tokens, after checking that all KV before them is the sequence's own history."""
@@ -102,7 +124,7 @@ class Drive:
         self.num_computed_tokens += num_tokens
 
     def run(self, max_steps: int = 100_000) -> Drive:
-        while self.scheduler.has_work():
+        while self.scheduler.has_work() or self.unread:
             self.step()
             assert len(self.steps) <= max_steps, "does not come to an end"
         assert sorted(map(id, self.finished)) == sorted(map(id, self.sequences)), "a sequence was lost or ended twice"
@@ -142,6 +164,7 @@ def families(draw: st.DrawFn) -> list[list[int]]:
     policy=st.sampled_from(["prefix", "fcfs", "priority"]),
     sharing=st.booleans(),
     n=st.integers(1, 2),
+    looks_ahead=st.booleans(),
 )
 def test_everything_runs_to_its_end(
     prompts: list[list[int]],
@@ -151,6 +174,7 @@ def test_everything_runs_to_its_end(
     policy: Policy,
     sharing: bool,
     n: int,
+    looks_ahead: bool,
 ) -> None:
     max_tokens = [data.draw(st.integers(1, 9)) for _ in prompts]
     num_outputs = [data.draw(st.integers(1, most)) for most in max_tokens]
@@ -166,10 +190,12 @@ def test_everything_runs_to_its_end(
         sharing=sharing,
         n=n,
         max_tokens=max_tokens,
+        looks_ahead=looks_ahead,
     )
     drive.run()
     for seq in drive.finished:
-        assert seq.num_output == num_outputs[seq.prompt.row_index]
+        most, wanted = max_tokens[seq.prompt.row_index], num_outputs[seq.prompt.row_index]
+        assert seq.num_output - wanted in ((0, 1) if looks_ahead and wanted < most else (0,))
         assert seq.tokens[: seq.num_prompt].tolist() == prompts[seq.prompt.row_index]
 
 
@@ -382,3 +408,36 @@ def test_admission_without_pressure_follows_the_order(data: st.DataObject, promp
         places = range(len(prompts))
         expected = sorted(places, key=lambda row: -priorities[row]) if policy == "priority" else list(places)
         assert drive.admitted() == expected
+
+
+def test_where_somebody_would_be_preempted_there_is_no_step_without_leave() -> None:
+    drive = Drive([[1, 2, 3], [4, 5, 6]], [9, 9], num_blocks=3, sharing=False)
+    drive.step()
+    drive.step()
+    before = [list(seq.blocks) for seq in drive.scheduler.running]
+    assert drive.scheduler.schedule(may_preempt=False) is None
+    assert all(seq.is_running for seq in drive.sequences)
+    assert [seq.blocks[:1] for seq in drive.scheduler.running] == before
+    drive.scheduler.check_integrity()
+    step = drive.step()
+    assert [seq.prompt.row_index for seq in step.preempted] == [1]
+    drive.run()
+
+
+def test_starting_over_gives_all_blocks_back_and_loses_nobody() -> None:
+    stem = [1, 2, 3, 4, 5]
+    prompts = [[*stem, 6], [*stem, 7], [*stem, 8, 9], [3, 3, 3]]
+    drive = Drive(prompts, [1, 6, 6, 6], num_blocks=40, policy="fcfs", max_num_seqs=2, max_tokens=[9, 9, 9, 9])
+    drive.step()
+    drive.step()
+    (finished,) = drive.finished
+    assert drive.cache.computed, "the third row waits for the stem"
+    running = list(drive.scheduler.running)
+    assert drive.scheduler.start_over([finished]) == running
+    assert drive.pool.num_used == 0
+    assert not drive.cache.computed
+    assert [seq.prompt.row_index for seq in drive.scheduler.waiting_in_order()] == [0, 1, 2, 3]
+    drive.scheduler.check_integrity()
+    drive.finished.clear()
+    drive.num_outputs = [2, 6, 6, 6]  # it has one token already
+    drive.run()

@@ -27,6 +27,8 @@ from batchinfer.types import (
     TokenScores,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Outcome = dict[str, Any]
 WEIGHTS = random_weights(SMALL_SPEC, torch.float32)
 BACKENDS: list[tuple[torch.dtype, str | None]] = [

@@ -19,6 +19,8 @@ from batchinfer.engine.engine import Engine
 from batchinfer.errors import InputError
 from batchinfer.types import DEFAULT_MAX_TOKENS, Completion, ErrorCode, FinishReason, Prompt, RowError, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 WEIGHTS = random_weights(SMALL_SPEC, torch.float32)
 
 

@@ -23,6 +23,8 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.feed import Feed
 from batchinfer.types import Completion, ErrorCode, Prompt, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Key = tuple[int, int]
 SMALL = EngineConfig(max_batch_tokens=24, max_num_seqs=7, block_size=16)
 

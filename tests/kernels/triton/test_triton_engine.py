@@ -83,8 +83,12 @@ def rows() -> list[Prompt]:
     ]
 
 
-def run(model: LanguageModel, prompts: list[Prompt], **options: Any) -> dict[int, dict[str, Any]]:
-    return {done.row_index: outcome(done) for done in engine_over(model, **options).run(prompts)}
+def run(
+    model: LanguageModel, prompts: list[Prompt], *, looks_ahead: bool = False, **options: Any
+) -> dict[int, dict[str, Any]]:
+    engine = engine_over(model, **options)
+    engine.looks_ahead = looks_ahead
+    return {done.row_index: outcome(done) for done in engine.run(prompts)}
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +178,21 @@ def test_every_row_equals_its_solo_run(weights: Any, alone: dict[int, dict[str, 
     assert run(model, rows(), **options) == alone
 
 
+def test_every_row_equals_its_solo_run_looking_ahead(weights: Any, alone: dict[int, dict[str, Any]]) -> None:
+    model = TritonDecoder(SPEC, weights, MAX_MODEL_LEN, deterministic=True)
+    assert run(model, rows(), looks_ahead=True, max_batch_tokens=9, max_num_seqs=3) == alone
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
 def test_recorded_steps_change_nothing(
-    weights: Any, alone: dict[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    weights: Any, alone: dict[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, looks_ahead: bool
 ) -> None:
     monkeypatch.setattr(graphs, "STEPS_BEFORE", 0)
     recorded = []
     model = TritonDecoder(
         SPEC, weights, MAX_MODEL_LEN, deterministic=True, record=lambda call: recorded.append(1) or record(call)
     )
-    assert run(model, rows()) == alone
+    assert run(model, rows(), looks_ahead=looks_ahead) == alone
     assert recorded, "all rows decode together in some step"
 
 
