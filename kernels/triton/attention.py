@@ -19,6 +19,7 @@ from batchinfer.attention.tree import RaggedBatch
 from batchinfer.engine.staging import Staging
 from batchinfer.kernels.fp8_kv import KVScales, as_bytes
 from batchinfer.kernels.triton.attention_kernels import attend_items, merge_partials
+from batchinfer.kernels.triton.fp8 import AS_THEY_ARE, kv_format
 from batchinfer.kernels.triton.launch import Chip, cdiv, chip_of, next_power_of_2, num_sms, options
 from batchinfer.kernels.triton.plan import ITEM_FIELDS, Int32s, ItemShape, PlanLimits, TreePlan, plan_tree
 from batchinfer.kernels.triton.variants import LLAMA_8B, SHAPES, SMOLLM2_135M, ModelShape, Variant
@@ -115,7 +116,7 @@ def tree_attention(
     assert all(cache.is_contiguous() for cache in (k_cache, v_cache))
     sizes = _Sizes(
         num_heads, num_kv_heads, head_dim, q.stride(0), plan.block_size, window is not None, soft_cap is not None,
-        scales is not None,
+        kv_format(q.dtype, head_dim, chip_of(q.device)) if scales is not None else AS_THEY_ARE,
     )  # fmt: skip
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max(1, plan.num_partials), num_heads, head_dim), dtype=torch.float32, device=q.device)
@@ -152,7 +153,7 @@ class _Sizes(NamedTuple):
     block_size: int
     has_window: bool
     has_cap: bool
-    is_fp8: bool
+    kv_format: int  # see fp8.py
 
     def constexprs(self, config: AttentionConfig) -> dict[str, Any]:
         return {
@@ -169,7 +170,7 @@ class _Sizes(NamedTuple):
             "WIDE_STAGES": config.wide_stages,
             "HAS_WINDOW": self.has_window,
             "HAS_CAP": self.has_cap,
-            "IS_FP8": self.is_fp8,
+            "FORMAT": self.kv_format,
             "PRECISION": "ieee",  # fp32 products are fp32; 16-bit ones are not touched by it
         }
 
@@ -349,7 +350,7 @@ def aot_variants(chip: Chip) -> list[Variant]:
     found += [_variant(chip, "fp16", LLAMA_8B), _variant(chip, "fp32", SMOLLM2_135M), _variant(chip, "fp32", gemma)]
     pointers = {"out": "*bf16", "partial_acc": "*fp32", "partial_sums": "*fp32", "merges": "*i32"}
     for shape in SHAPES:
-        sizes = _Sizes(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.qkv, 64, False, False, False)
+        sizes = _Sizes(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.qkv, 64, False, False, AS_THEY_ARE)
         constexprs = sizes.merge_constexprs()
         found.append(Variant(f"{shape.name}, bf16", merge_partials, pointers, constexprs, options(chip, MERGE_WARPS)))
     return found
@@ -369,8 +370,9 @@ def _variant(
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     config = attention_config(shape.head_dim, torch_dtype, chip)
     sizes = _Sizes(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.qkv, block_size, has_window, has_cap, is_fp8
-    )
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.qkv, block_size, has_window, has_cap,
+        kv_format(torch_dtype, shape.head_dim, chip) if is_fp8 else AS_THEY_ARE,
+    )  # fmt: skip
     signature = dict.fromkeys(("q", "out"), f"*{dtype}")
     signature |= dict.fromkeys(("k_cache", "v_cache"), "*u8" if is_fp8 else f"*{dtype}")
     signature |= dict.fromkeys(("partial_acc", "partial_sums", "k_scales", "v_scales"), "*fp32")

@@ -17,24 +17,14 @@ import triton
 import triton.language as tl
 
 from batchinfer.kernels.triton import plan as host
+from batchinfer.kernels.triton.fp8 import AS_THEY_ARE, FP8_UNIT, widened
 
 _FIELDS = tl.constexpr(len(host.ITEM_FIELDS))
 _IS_DIRECT = tl.constexpr(host.IS_DIRECT)
 _IS_WIDE = tl.constexpr(host.IS_WIDE)
 #: Start value of maxima: finite, so that a result of nothing merges with factor 0 and gives no NaN.
 _LOWEST = tl.constexpr(-1e30)
-#: fp8 (e4m3) numbers are read as fp16 ones 2^8 too small, see `_load_kv`.
-_FP8_UNIT = tl.constexpr(256.0)
-
-
-@triton.jit
-def _load_kv(pointers: tl.tensor, mask: tl.tensor, dtype: tl.constexpr, IS_FP8: tl.constexpr) -> tl.tensor:
-    """fp8 e4m3 is moved into fp16's fields by bits, exact also below its normal range; works on every chip."""
-    x = tl.load(pointers, mask=mask, other=0)
-    if IS_FP8:
-        wide = x.to(tl.uint16)
-        x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
-    return x
+_AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
 
 
 @triton.jit
@@ -79,7 +69,7 @@ def _walk(
     NUM_STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """One item's lanes over its tiles."""
@@ -118,10 +108,11 @@ def _walk(
             kv_base = head * DIM
             kv_at = (block * BLOCK_SIZE + key % BLOCK_SIZE) * (NUM_KV_HEADS * DIM)
             scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + key % BLOCK_SIZE
-        k = _load_kv(k_cache + kv_base + (kv_at[:, None] + dims[None, :]), kv_mask, query.dtype, IS_FP8)
+        k = tl.load(k_cache + kv_base + (kv_at[:, None] + dims[None, :]), mask=kv_mask, other=0)
+        k = widened(k, query.dtype, FORMAT)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-        if IS_FP8:
-            scores = scores * (tl.load(k_scales + scale_at, mask=is_key, other=0.0) * _FP8_UNIT)[None, :]
+        if FORMAT != _AS_THEY_ARE:
+            scores = scores * (tl.load(k_scales + scale_at, mask=is_key, other=0.0) * FP8_UNIT)[None, :]
         if HAS_CAP:  # tanh, the multiplier holds the cap
             scores = 1 - 2 / (tl.exp2(scores * cap_factor) + 1)
         is_cut = (tile + 1) * TILE - 1 > min_position
@@ -134,10 +125,11 @@ def _walk(
             scores = tl.where(sees, scores, float("-inf"))
         tile_top = tl.maximum(tl.max(scores, 1) * multiplier, _LOWEST)
         weights = tl.exp2(tl.fma(scores, multiplier, -tile_top[:, None]))
-        v = _load_kv(v_cache + kv_base + (kv_at[:, None] + dims[None, :]), kv_mask, query.dtype, IS_FP8)
+        v = tl.load(v_cache + kv_base + (kv_at[:, None] + dims[None, :]), mask=kv_mask, other=0)
+        v = widened(v, query.dtype, FORMAT)
         sums = tl.sum(weights, 1)
-        if IS_FP8:
-            weights = weights * (tl.load(v_scales + scale_at, mask=is_key, other=0.0) * _FP8_UNIT)[None, :]
+        if FORMAT != _AS_THEY_ARE:
+            weights = weights * (tl.load(v_scales + scale_at, mask=is_key, other=0.0) * FP8_UNIT)[None, :]
         mixed = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         top, total, acc = _merge(top, total, acc, tile_top, sums, mixed)
     # Read again, not kept over the loop: registers are short there.
@@ -190,7 +182,7 @@ def attend_items(
     WIDE_STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Program (item, KV head). multiplier: of scores, for exponents of 2. cap_factor: of scores within the cap."""
@@ -202,14 +194,14 @@ def attend_items(
                 q, k_cache, v_cache, out, partial_acc, partial_sums, item, rows, positions, slots, tables,
                 table_stride, head, multiplier, cap_factor, k_scales, v_scales, window,
                 Q_STRIDE, NUM_KV_HEADS, PER_GROUP, DIM, BLOCK_D, BLOCK_SIZE, TILE, WIDE, WIDE_STAGES,
-                HAS_WINDOW, HAS_CAP, IS_FP8, PRECISION,
+                HAS_WINDOW, HAS_CAP, FORMAT, PRECISION,
             )  # fmt: skip
         else:
             _walk(
                 q, k_cache, v_cache, out, partial_acc, partial_sums, item, rows, positions, slots, tables,
                 table_stride, head, multiplier, cap_factor, k_scales, v_scales, window,
                 Q_STRIDE, NUM_KV_HEADS, PER_GROUP, DIM, BLOCK_D, BLOCK_SIZE, TILE, NARROW, NARROW_STAGES,
-                HAS_WINDOW, HAS_CAP, IS_FP8, PRECISION,
+                HAS_WINDOW, HAS_CAP, FORMAT, PRECISION,
             )  # fmt: skip
 
 

@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer.kernels.fp8_kv import LARGEST, LEAST_SCALE, KVScales, as_bytes
+from batchinfer.kernels.fp8_kv import KVScales, as_bytes
+from batchinfer.kernels.triton.fp8 import largest_bits, scales_for, to_e4m3
 from batchinfer.kernels.triton.launch import Chip, chip_of, next_power_of_2, options
 from batchinfer.kernels.triton.variants import DTYPES, SHAPES, Variant
 
 NUM_WARPS = 4
-_LARGEST = tl.constexpr(LARGEST)
-_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
 
 @triton.jit
@@ -70,37 +69,6 @@ def _copy(
 
 
 @triton.jit
-def _largest(values: tl.tensor) -> tl.tensor:
-    """Bits of the largest magnitude of each row: as integers NaN is above infinity, and that above all numbers."""
-    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-
-
-@triton.jit
-def _scales_for(largest: tl.tensor) -> tl.tensor:
-    """See fp8_kv.quantize."""
-    scales = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), _LARGEST), _LEAST_SCALE)
-    scales = tl.where(largest >= 0x7F800000, float("nan"), scales)
-    return tl.where(largest == 0, 1.0, scales)
-
-
-@triton.jit
-def _e4m3(values: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """Bits of values / scales in e4m3, rounded to nearest, ties to even; by integers, as not every chip has the format.
-
-    Below the least normal number, 2^-6, adding 2^14 rounds to steps of 2^-9.
-    """
-    bits = tl.div_rn(values, scales[:, None]).to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    is_nan = bits > 0x7F800000
-    bits = tl.minimum(bits, 0x43E00000)  # 448
-    low = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    high = (bits - (120 << 23) + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    code = tl.where(bits < 0x3C800000, low, high)
-    return (tl.where(is_nan, 0x7F, code) | sign).to(tl.uint8)
-
-
-@triton.jit
 def _rotate_to_fp8(
     source: tl.tensor,
     target: tl.tensor,
@@ -128,19 +96,19 @@ def _rotate_to_fp8(
     first = first.to(tl.float32)
     left = (first * cos[None, :] - second * sin[None, :]).to(kind).to(tl.float32)
     right = (second * cos[None, :] + first * sin[None, :]).to(kind).to(tl.float32)
-    largest = tl.maximum(_largest(left), _largest(right))
+    largest = tl.maximum(largest_bits(left), largest_bits(right))
     rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     rest_mask = (head < NUM_HEADS) & (rest_column < HEAD_DIM)
     rest = tl.zeros([BLOCK_HEADS, BLOCK_REST], tl.float32)
     if 2 * HALF < HEAD_DIM:
         rest = tl.load(read + rest_column, mask=rest_mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _largest(rest))
-    found = _scales_for(largest)
+        largest = tl.maximum(largest, largest_bits(rest))
+    found = scales_for(largest)
     write = target + head * HEAD_DIM
-    tl.store(write + column, _e4m3(left, found), mask=mask)
-    tl.store(write + column + HALF, _e4m3(right, found), mask=mask)
+    tl.store(write + column, to_e4m3(left, found), mask=mask)
+    tl.store(write + column + HALF, to_e4m3(right, found), mask=mask)
     if 2 * HALF < HEAD_DIM:
-        tl.store(write + rest_column, _e4m3(rest, found), mask=rest_mask)
+        tl.store(write + rest_column, to_e4m3(rest, found), mask=rest_mask)
     tl.store(scales + heads * BLOCK_SIZE, found, mask=heads < NUM_HEADS)
 
 
@@ -161,8 +129,8 @@ def _copy_to_fp8(
     column = tl.arange(0, BLOCK)[None, :]
     mask = (head < NUM_HEADS) & (column < HEAD_DIM)
     values = tl.load(source + head * source_stride + column, mask=mask, other=0.0).to(tl.float32)
-    found = _scales_for(_largest(values))
-    tl.store(target + head * HEAD_DIM + column, _e4m3(values, found), mask=mask)
+    found = scales_for(largest_bits(values))
+    tl.store(target + head * HEAD_DIM + column, to_e4m3(values, found), mask=mask)
     tl.store(scales + heads * BLOCK_SIZE, found, mask=heads < NUM_HEADS)
 
 
