@@ -144,13 +144,16 @@ class Sampler:
         penalise(logits, seqs, batch.staging, pending)
         self._ban(logits, seqs, batch.staging)
         logits[:, self.num_ids :] = NEG_INF
-        token_ids = logits.argmax(-1)
-        if len(rows):
+        writes = bool((is_processed & (wanted >= 0) & is_drawn).any())
+        if len(rows) == len(seqs):
+            token_ids = self._draw(logits, DrawColumns.of(seqs, slots, batch), writes=writes)
+        else:
+            token_ids = logits.argmax(-1)
+        if 0 < len(rows) < len(seqs):
+            part = logits[index]
             columns = DrawColumns.of([seqs[row] for row in rows], slots[rows], batch)
-            writes = bool((is_processed & (wanted >= 0) & is_drawn).any())
-            part = logits if len(rows) == len(seqs) else logits[index]
             token_ids[index] = self._draw(part, columns, writes=writes)
-            if writes and part is not logits:
+            if writes:
                 logits[index] = part
         reports = raw.reports(raw_logprobs, token_ids) + processed.reports(processed.logprobs(logits), token_ids)
         return Drawn(token_ids, is_finite, reports)
@@ -180,7 +183,7 @@ class _Asked:
     @classmethod
     def of(cls, wanted: npt.NDArray[np.int64], is_asked: npt.NDArray[np.bool_]) -> _Asked:
         rows = np.flatnonzero(is_asked)
-        return cls(rows, {int(k): np.flatnonzero(wanted[rows] == k) for k in np.unique(wanted[rows])})
+        return cls(rows, {k: np.flatnonzero(wanted[rows] == k) for k in sorted(set(wanted[rows].tolist()))})
 
     def arrays(self) -> list[npt.NDArray[np.int64]]:
         return [self.rows, *self.groups.values()]

@@ -77,7 +77,7 @@ class Staging:
 
     def _record(self) -> Event:
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
 
@@ -100,6 +100,12 @@ class Fetched:
             found.append(np.frombuffer(part.tobytes(), _numpy_dtype(tensor)).reshape(tensor.shape))
             begin += tensor.nbytes
         return found
+
+
+def upload(values: Sequence[int], device: torch.device) -> Tensor:
+    """[len(values)] int64 on the device, without waiting for it. torch keeps pinned memory until its copy is done."""
+    host = torch.tensor(values, dtype=torch.int64)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _dtype(array: Array) -> torch.dtype:

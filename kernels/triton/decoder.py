@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer.engine import sampler
 from batchinfer.engine.sampler import DrawColumns
-from batchinfer.engine.staging import Staging
+from batchinfer.engine.staging import Staging, upload
 from batchinfer.kernels import reference
 from batchinfer.kernels.choice import TRITON, TRITON_DETERMINISTIC
 from batchinfer.kernels.reference import TargetLogprobs
@@ -37,15 +37,11 @@ class SlotKV(KVCache):
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         sources, targets = zip(*pairs, strict=True)
         is_disjoint = not set(sources) & set(targets)
-
-        def put(blocks: tuple[int, ...]) -> Tensor:
-            return torch.tensor(blocks, dtype=torch.int64, device=self.k.device)
-
         copy_kv(
             self.k,
             self.v,
-            put(sources),
-            put(targets),
+            upload(sources, self.k.device),
+            upload(targets, self.k.device),
             self.block_size,
             is_disjoint=is_disjoint,
             scales=self.all_scales,

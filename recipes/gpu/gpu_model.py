@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gpu_rates import copy_rate, flops_per_s, product_seconds
@@ -51,8 +55,14 @@ def measure_prefill(check: Check, model: Any, product_s: dict[str, float]) -> No
     )
 
 
-def run_engine(check: Check, model: Any, prompts: list[list[int]], **options: Any) -> tuple[float, list[list[int]]]:
-    """Seconds of a second run, greedy, all output tokens drawn; the tokens of each prompt."""
+def run_engine(
+    check: Check, model: Any, prompts: list[list[int]], *, looks_ahead: bool | None = None, **options: Any
+) -> tuple[float, list[list[int]]]:
+    """Seconds of a second run, greedy, all output tokens drawn; the tokens of each prompt.
+
+    Args:
+        looks_ahead: launch each step before the one before it is read; None: as the engine does by itself.
+    """
     import numpy as np
 
     from batchinfer.config import EngineConfig
@@ -70,6 +80,8 @@ def run_engine(check: Check, model: Any, prompts: list[list[int]], **options: An
         **options,
     )
     engine = Engine.from_parts(model, NoText(check.spec.vocab_size), (), longest + 1, config)
+    if looks_ahead is not None:
+        engine.looks_ahead = looks_ahead
     params = SamplingParams(max_tokens=sizes.output_tokens, ignore_eos=True)
     rows = [Prompt(i, np.array(ids, dtype=np.int32), params, key=i) for i, ids in enumerate(prompts)]
     for _ in range(1 if sizes.is_dry else 2):  # the first run compiles kernels and records graphs
@@ -77,6 +89,47 @@ def run_engine(check: Check, model: Any, prompts: list[list[int]], **options: An
         outputs = {done.row_index: done.token_ids for done in engine.run(rows)}
         seconds = time.perf_counter() - began
     return seconds, [list(outputs[i]) for i in range(len(prompts))]
+
+
+def measure_engine(check: Check, model: Any) -> None:
+    """All prompts through the engine, ahead and step by step, and where the host waits for the device."""
+    report, sizes, prompts = check.report, check.sizes, random_prompts(check)
+    seconds, tokens = run_engine(check, model, prompts, looks_ahead=True)
+    report.put(
+        engine_s=seconds,
+        engine_output_tokens_per_s=sizes.prompts * sizes.output_tokens / seconds,
+        engine_prompt_tokens_per_s=sizes.prompts * sizes.prompt_tokens / seconds,
+    )
+    plain_s, plain_tokens = run_engine(check, model, prompts, looks_ahead=False)
+    same = sum(a == b for a, b in zip(tokens, plain_tokens, strict=True))
+    report.put(
+        engine_step_by_step_s=plain_s,
+        engine_ahead_speed_up=plain_s / seconds,
+        engine_ahead_same_rows=same / len(prompts),
+    )
+    if check.device.type == "cuda":
+        report.put(engine_waits=count_waits(lambda: run_engine(check, model, prompts, looks_ahead=True)))
+
+
+def count_waits(call: Callable[[], object]) -> dict[str, int]:
+    """How often torch waits for the device, by place. The engine's own wait for a step's results is not among them.
+
+    Whatever is here for each step keeps the host from running ahead.
+    """
+    import torch
+
+    found: Counter[str] = Counter()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing" in str(warning.message):
+            found["/".join(Path(warning.filename).parts[-2:]) + f":{warning.lineno}"] += 1
+    return dict(found.most_common(12))
 
 
 def random_prompts(check: Check) -> list[list[int]]:
@@ -112,12 +165,7 @@ def part(check: Check) -> None:
         with report.guarded("kv memory"):
             report.put(kv_limit_bytes=kv_limit_bytes(check, model))
     with report.guarded("engine"):
-        seconds, _ = run_engine(check, model, random_prompts(check))
-        report.put(
-            engine_s=seconds,
-            engine_output_tokens_per_s=sizes.prompts * sizes.output_tokens / seconds,
-            engine_prompt_tokens_per_s=sizes.prompts * sizes.prompt_tokens / seconds,
-        )
+        measure_engine(check, model)
 
 
 if __name__ == "__main__":

@@ -118,19 +118,17 @@ def test_every_row_equals_its_solo_run_on_older_processors(
     check_equal_to_solo(older_solo, max_batch_tokens, max_num_seqs, pool, sharing, order)
 
 
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "separate"])
 @pytest.mark.parametrize(
-    ("max_batch_tokens", "max_num_seqs", "pool", "order"),
+    ("max_batch_tokens", "max_num_seqs", "pool", "sharing", "order"),
     [
-        (1, 1, LARGE_POOL, "forward"),
-        (7, 4, TINY_POOL, "shuffled"),
-        (7, 64, LARGE_POOL, "forward"),
-        (33, 4, TINY_POOL, "forward"),
-        (33, 64, TINY_POOL, "shuffled"),
-        (33, 64, LARGE_POOL, "shuffled"),
-        (512, 4, LARGE_POOL, "forward"),
-        (512, 64, TINY_POOL, "shuffled"),
-        (512, 64, LARGE_POOL, "forward"),
+        (1, 1, LARGE_POOL, True, "forward"),
+        (7, 4, TINY_POOL, True, "shuffled"),
+        (7, 64, LARGE_POOL, False, "forward"),
+        (33, 4, TINY_POOL, False, "forward"),
+        (33, 64, TINY_POOL, True, "shuffled"),
+        (512, 4, LARGE_POOL, False, "shuffled"),
+        (512, 64, TINY_POOL, False, "shuffled"),
+        (512, 64, LARGE_POOL, True, "forward"),
     ],
 )
 def test_every_row_equals_its_solo_run_looking_ahead(

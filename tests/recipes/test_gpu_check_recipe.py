@@ -27,7 +27,7 @@ FIGURES = {
     "invariance": ("triton-deterministic", "triton"),
     "rates": ("copy_bytes_per_s", "decode_product_flops_per_s", "prefill_product_us"),
     "model": ("decode_tokens_per_s", "decode_share", "prefill_tokens_per_s", "prefill_share_of_products",
-              "engine_output_tokens_per_s"),
+              "engine_output_tokens_per_s", "engine_ahead_speed_up", "engine_ahead_same_rows"),
     "shared": ("shared_ms", "unshared_ms", "speed_up", "shared_least_ms"),
     "deterministic": ("decode_cost", "small_decode_cost", "prefill_cost"),
     "peer": ("ours_output_tokens_per_s", "peer_output_tokens_per_s", "times_peer", "logprob_difference_mean"),
