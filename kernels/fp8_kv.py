@@ -37,7 +37,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     largest = wide.abs().amax(-1)
-    scales = (largest / LARGEST).clamp_min(LEAST_SCALE)
+    # By a tensor: a number's reciprocal would be multiplied by on a GPU, which gives other bits.
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp_min(LEAST_SCALE)
     scales = torch.where(largest == 0, 1.0, torch.where(torch.isfinite(largest), scales, torch.nan))
     return (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(FP8), scales
 

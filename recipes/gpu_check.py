@@ -51,6 +51,7 @@ PARTS = {
     "model": Part("gpu_model.py", 80),
     "shared": Part("gpu_shared.py", 45),
     "deterministic": Part("gpu_deterministic.py", 50),
+    "fp8": Part("gpu_fp8.py", 60),
     "peer": Part("gpu_peer.py", 80),
     "times": Part("gpu_times.py", 60),
 }

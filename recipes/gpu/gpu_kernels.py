@@ -14,6 +14,8 @@ from gpu_setup import Check, run_part
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from batchinfer.attention.tree import RaggedBatch
+
 #: Units that an error may have, by kernel.
 ALLOWED = {"rms_norm": 4, "silu_and_mul": 6, "rope_and_store_kv": 4, "tree_attention": 8, "linear": 4}
 #: Of fp32 results, relative to the largest magnitude: sums of 4,096 products in another order.
@@ -86,13 +88,13 @@ def check_rope(check: Check) -> None:
     q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
     places = torch.randperm(slots, device=check.device)[:tokens]
     shape = (slots, spec.num_kv_heads, spec.head_dim)
-    caches = [torch.zeros(shape, dtype=check.dtype, device=check.device) for _ in range(2)]
-    wide = [torch.zeros(shape, device=check.device) for _ in range(2)]
-    found = rope_and_store_kv(q, k, v, cos[at], sin[at], places, *caches)
-    expected = reference.rope_and_store_kv(q.float(), k.float(), v.float(), cos[at], sin[at], places, *wide)
+    keys, values = (torch.zeros(shape, dtype=check.dtype, device=check.device) for _ in range(2))
+    wide_k, wide_v = (torch.zeros(shape, device=check.device) for _ in range(2))
+    found = rope_and_store_kv(q, k, v, cos[at], sin[at], places, keys, values)
+    expected = reference.rope_and_store_kv(q.float(), k.float(), v.float(), cos[at], sin[at], places, wide_k, wide_v)
     judge(check, "rope_and_store_kv", found, expected)
-    judge(check, "rope_and_store_kv", caches[0], wide[0], "rope_and_store_kv_keys")
-    judge_exact(check, "rope_and_store_kv_values", torch.equal(caches[1].float(), wide[1]))
+    judge(check, "rope_and_store_kv", keys, wide_k, "rope_and_store_kv_keys")
+    judge_exact(check, "rope_and_store_kv_values", torch.equal(values.float(), wide_v))
 
 
 def check_copy(check: Check) -> None:
@@ -110,27 +112,32 @@ def check_copy(check: Check) -> None:
     judge_exact(check, "copy_kv", torch.equal(k, expected_k) and torch.equal(v, expected_v))
 
 
-def check_attention(check: Check) -> None:
-    """Mixed batches: chunks, decodes, a shared prefix; with and without window; several sizes of heads."""
+def mixed_batch(check: Check) -> tuple[RaggedBatch, int]:
+    """Chunks, decodes, a shared prefix, in blocks of 64; and the number of blocks."""
     import numpy as np
 
-    from batchinfer.attention.backend import ReferenceAttention
     from batchinfer.attention.tree import RaggedBatch
-    from batchinfer.kernels.triton.attention import TritonAttention
 
     # Two families below shared blocks (0..3 and 4..5), decodes and chunks, one sequence alone.
     tables = [[0, 1, 2, 3, 6], [0, 1, 2, 3, 7], [0, 1, 2, 3, 8], [4, 5, 9, 9, 9], [4, 5, 10, 9, 9], [11, 12, 9, 9, 9]]
     starts, lens = [270, 256, 300, 130, 128, 0], [1, 40, 1, 1, 60, 100]
     if check.sizes.is_dry:
         lens = [1, 3, 1, 1, 2, 4]
-    ragged = RaggedBatch(
-        np.array(tables, dtype=np.int32), np.array(starts, dtype=np.int32), np.array(lens, dtype=np.int32), 64
-    )
+    block_tables, query_starts, query_lens = (np.array(values, dtype=np.int32) for values in (tables, starts, lens))
+    return RaggedBatch(block_tables, query_starts, query_lens, 64), 13
+
+
+def check_attention(check: Check) -> None:
+    """Mixed batches, with and without window; several sizes of heads."""
+    from batchinfer.attention.backend import ReferenceAttention
+    from batchinfer.kernels.triton.attention import TritonAttention
+
+    ragged, num_blocks = mixed_batch(check)
     windows: frozenset[int | None] = frozenset({None, 100})
     sizes = [(check.spec.num_heads, check.spec.num_kv_heads, check.spec.head_dim)]
     sizes += [] if check.sizes.is_dry else [(9, 3, 64), (16, 8, 256)]
     for heads, kv_heads, dim in sizes:
-        k, v = (randn(check, 13 * 64, kv_heads, dim) for _ in range(2))
+        k, v = (randn(check, num_blocks * 64, kv_heads, dim) for _ in range(2))
         q = randn(check, ragged.num_tokens, heads, dim)
         right = ReferenceAttention(check.device)
         right.plan(ragged, windows)

@@ -78,10 +78,17 @@ def _step(check: Check, tables: Any, starts: Any, lens: Any, outputs: list[int] 
 
 def random_kv(model: Any, num_blocks: int) -> Any:
     """A pool full of numbers, as after a prefill."""
+    from batchinfer.kernels.fp8_kv import as_bytes
+
     kv = model.make_kv(num_blocks, BLOCK_SIZE)
     for cache in (kv.k, kv.v):
         for layer in cache:
-            layer.normal_()
+            if kv.all_scales is None:
+                layer.normal_()
+            else:  # up to 224; of the codes one in 128 would be NaN
+                as_bytes(layer).random_(0, 120)
+    for scales in kv.all_scales or ():
+        scales.uniform_(0.001, 0.01)
     return kv
 
 

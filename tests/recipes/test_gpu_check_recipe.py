@@ -30,6 +30,8 @@ FIGURES = {
               "engine_output_tokens_per_s", "engine_ahead_speed_up", "engine_ahead_same_rows"),
     "shared": ("shared_ms", "unshared_ms", "speed_up", "shared_least_ms"),
     "deterministic": ("decode_cost", "small_decode_cost", "prefill_cost"),
+    "fp8": ("fp8_values_equal", "fp8_attention_4x2x16_worst_units", "fp8_rows_in_company_equal", "plain_decode_ms",
+            "fp8_decode_ms", "fp8_decode_speed_up"),
     "peer": ("ours_output_tokens_per_s", "peer_output_tokens_per_s", "times_peer", "logprob_difference_mean"),
     "times": ("decode_times", "prefill_times"),
 }  # fmt: skip
