@@ -133,6 +133,7 @@ def test_a_finished_job_is_said_to_be_done_and_nothing_runs(jobs: Jobs) -> None:
         ({"stop": ["x"]}, 'params.stop is ["x"] and was []'),
         ({"logprobs": 0}, "params.logprobs is 0 and was null"),
         ({"dtype": "bfloat16"}, 'engine.dtype is "bfloat16" and was "float32"'),
+        ({"kv_dtype": "fp8"}, 'engine.kv_dtype is "float8_e4m3fn" and was "float32"'),
         ({"max_model_len": 100}, "engine.max_model_len is 100 and was 512"),
         ({"limit": 19}, "input.num_rows is 19 and was 20"),
         ({"id_column": "note"}, 'input.columns.id is "note" and was null'),

@@ -141,3 +141,24 @@ def test_a_wrong_name_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> Non
     for device in (CPU, GPU):
         with pytest.raises(InputError, match="BATCHINFER_KERNELS must be one of triton, torch; got 'cuda'"):
             choose_kernels(SMALL_SPEC, BF16, device)
+
+
+def test_fp8_kv_on_a_gpu_changes_no_choice(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_kernels(SMALL_SPEC, BF16, GPU, has_fp8_kv=True) == KernelChoice(TRITON)
+    monkeypatch.setenv(FORCE_VARIABLE, TORCH)
+    assert choose_kernels(SMALL_SPEC, BF16, GPU, has_fp8_kv=True).name == TORCH
+
+
+def test_fp8_kv_on_a_cpu_is_plain_torch_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ kernels have none; nobody gets KV in bf16 instead without hearing of it."""
+    from batchinfer.kernels.cpu import choice as cpu
+
+    monkeypatch.setattr(cpu, "choose_kernels", lambda *_: KernelChoice("avx2"))
+    assert choose_kernels(SMALL_SPEC, BF16, CPU) == KernelChoice("avx2")
+    chosen = choose_kernels(SMALL_SPEC, BF16, CPU, has_fp8_kv=True)
+    assert (chosen.name, chosen.is_missing) == (TORCH, True)
+    assert "C++ kernels have no fp8 KV" in str(chosen.reason)
+    assert "Leave out --kv-dtype fp8" in str(chosen.remedy)
+    on_torch = KernelChoice(TORCH, "the dtype is torch.float32, the kernels are bfloat16")
+    monkeypatch.setattr(cpu, "choose_kernels", lambda *_: on_torch)
+    assert choose_kernels(SMALL_SPEC, FP32, CPU, has_fp8_kv=True) == on_torch, "which loses nothing"
