@@ -38,7 +38,7 @@ def plain_rows(count: int, **params: Any) -> list[Prompt]:
     rng = np.random.default_rng(0)
     values = {"max_tokens": 12, **params}
     return [
-        Prompt(i, rng.integers(6, 256, 5 + i).astype(np.int32), SamplingParams.from_mapping(values), key=i)
+        Prompt(i, rng.integers(8, 256, 5 + i).astype(np.int32), SamplingParams.from_mapping(values), key=i)
         for i in range(count)
     ]
 
@@ -267,14 +267,35 @@ def test_a_nan_that_was_built_upon_is_computed_again_and_only_once() -> None:
         Prompt(i, np.array([*stem, 7 if i == 0 else 60 + i, 8], np.int32), SamplingParams(max_tokens=9), key=i)
         for i in range(6)
     ]
-    engine = tiny_engine(EngineConfig(block_size=16), weights=weights)
+    # Some reach their limit in the step that is thrown away, and have left the scheduler by then.
+    rows += [
+        replace(row, row_index=6 + i, params=replace(row.params, max_tokens=1 + i % 4))
+        for i, row in enumerate(plain_rows(8, ignore_eos=True))
+    ]
+    engine = tiny_engine(EngineConfig(block_size=16, policy="fcfs"), weights=weights)
     found = run(engine, rows)
     assert engine.stats.num_tokens_discarded > 0
-    assert 0 < engine.stats.num_preemptions <= 5
-    errors = [found[i, 0]["error"] for i in range(6)]
+    assert 0 < engine.stats.num_preemptions <= 13
+    errors = [found[i, 0]["error"] for i in range(14)]
     assert errors[0]["code"] == ErrorCode.NON_FINITE_LOGITS
-    assert errors[1:] == [None] * 5
+    assert errors[1:] == [None] * 13
     assert found == run(tiny_engine(EngineConfig(block_size=16), weights=weights), rows, ahead=False)
+
+
+def test_a_row_that_has_ended_where_the_next_step_scores() -> None:
+    """That step is not ahead. The row has one token left to draw in it, and is gone."""
+    engine = forced_engine([70, 71, 2, 73], num_prompt=3)
+    engine.config = EngineConfig(max_num_seqs=2, policy="fcfs")
+    params = [
+        SamplingParams(max_tokens=4),
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        SamplingParams(max_tokens=4, prompt_logprobs=True),
+    ]
+    rows = [Prompt(i, np.array([9, 9, i], np.int32), one, key=i) for i, one in enumerate(params)]
+    found = run(engine, rows)
+    assert [found[i, 0]["token_ids"] for i in range(3)] == [[70, 71, 2]] * 3
+    assert engine.stats.num_tokens_discarded == 2
+    assert found == run(engine, rows, ahead=False)
 
 
 class FailingModel:
