@@ -259,7 +259,8 @@ def test_a_nan_behind_a_row_that_has_ended_harms_nobody() -> None:
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_nan_that_was_built_upon_is_computed_again_and_only_once() -> None:
+@pytest.mark.parametrize("max_num_seqs", [2, 64])
+def test_a_nan_that_was_built_upon_is_computed_again_and_only_once(max_num_seqs: int) -> None:
     weights = random_weights(SMALL_SPEC, torch.float32)
     weights.embed[7] = float("nan")
     stem = list(range(20, 50))
@@ -272,7 +273,7 @@ def test_a_nan_that_was_built_upon_is_computed_again_and_only_once() -> None:
         replace(row, row_index=6 + i, params=replace(row.params, max_tokens=1 + i % 4))
         for i, row in enumerate(plain_rows(8, ignore_eos=True))
     ]
-    engine = tiny_engine(EngineConfig(block_size=16, policy="fcfs"), weights=weights)
+    engine = tiny_engine(EngineConfig(block_size=16, policy="fcfs", max_num_seqs=max_num_seqs), weights=weights)
     found = run(engine, rows)
     assert engine.stats.num_tokens_discarded > 0
     assert 0 < engine.stats.num_preemptions <= 13
@@ -285,7 +286,7 @@ def test_a_nan_that_was_built_upon_is_computed_again_and_only_once() -> None:
 def test_a_row_that_has_ended_where_the_next_step_scores() -> None:
     """That step is not ahead. The row has one token left to draw in it, and is gone."""
     engine = forced_engine([70, 71, 2, 73], num_prompt=3)
-    engine.config = EngineConfig(max_num_seqs=2, policy="fcfs")
+    engine.config = EngineConfig(max_num_seqs=2, policy="fcfs", prefix_sharing=False)
     params = [
         SamplingParams(max_tokens=4),
         SamplingParams(max_tokens=3, ignore_eos=True),
