@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "vec.h"
 
@@ -31,11 +32,31 @@ constexpr int PAIR_COLS = 2;
 constexpr int ROW_CHUNK = 256;     // rows that stay in the second-level cache beside a panel
 constexpr int MIN_ROW_CHUNK = 24;  // fewer rows do not pay for reading a panel
 
+// Memory that is wanted soon. A little of it is fetched with every pair of channels: not so much at once that loads wait.
+struct Ahead {
+  const char* at = nullptr;
+  const char* end = nullptr;
+  int64_t step = 0;  // bytes for a pair of channels, in sixteenths
+
+  Ahead() = default;
+  Ahead(const bf16* first, int64_t count) : at((const char*)first), end((const char*)(first + count)) {}
+  // The part of tile number `tile` of `num_tiles`, each of `pairs` pairs of channels.
+  Ahead part(int tile, int num_tiles, int pairs) const {
+    Ahead out;
+    const int64_t bytes = end - at;
+    out.at = at + bytes * tile / num_tiles;
+    out.step = bytes * 16 / num_tiles / pairs;
+    return out;
+  }
+  void fetch(int pair) const { prefetch(at + (pair * step >> 4)); }
+};
+
 template <int R, int C>
-BI_INLINE void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int K, F16 (&acc)[R][C]) {
+BI_INLINE void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int K, const Ahead& ahead, F16 (&acc)[R][C]) {
   BI_UNROLL for (int r = 0; r < R; r++) BI_UNROLL for (int c = 0; c < C; c++) acc[r][c] = splat(0.f);
   for (int k = 0; k < K; k += 2) {
     P16 weight[C];
+    ahead.fetch(k / 2);
     BI_UNROLL for (int c = 0; c < C; c++) weight[c] = load_pairs(w + ((int64_t)c * K + k) * 16);
     BI_UNROLL for (int r = 0; r < R; r++) {
       P16 value = splat_pair(x + r * x_stride + k);
@@ -47,27 +68,18 @@ BI_INLINE void accumulate(const bf16* x, int64_t x_stride, const bf16* w, int K,
 // One tile of R rows x C * 16 outputs, handed to `sink(row, column, vectors [R][C])`.
 template <int R, int C, class Sink>
 static __attribute__((noinline)) void tile(const bf16* x, int64_t x_stride, const bf16* w, int K, int row, int column,
-                                           const Sink& sink) {
+                                           const Sink& sink, const Ahead& ahead) {
   F16 acc[R][C];
-  accumulate<R, C>(x + row * x_stride, x_stride, w + (int64_t)column * K, K, acc);
+  accumulate<R, C>(x + row * x_stride, x_stride, w + (int64_t)column * K, K, ahead, acc);
   sink(row, column, acc);
 }
 
 template <int R, int C, class Sink>
 BI_INLINE void tile_of(int rows, const bf16* x, int64_t x_stride, const bf16* w, int K, int row, int column,
-                       const Sink& sink) {
-  if (rows == R) return tile<R, C>(x, x_stride, w, K, row, column, sink);
-  if constexpr (R > 1) tile_of<R - 1, C>(rows, x, x_stride, w, K, row, column, sink);
+                       const Sink& sink, const Ahead& ahead) {
+  if (rows == R) return tile<R, C>(x, x_stride, w, K, row, column, sink, ahead);
+  if constexpr (R > 1) tile_of<R - 1, C>(rows, x, x_stride, w, K, row, column, sink, ahead);
 }
-
-// Memory that is wanted soon. A piece of it is fetched with every tile: not so much at once that loads wait.
-struct Ahead {
-  const char* at = nullptr;
-  const char* end = nullptr;
-  void fetch(int64_t bytes) {
-    for (const char* stop = std::min(end, at + bytes); at < stop; at += 64) prefetch(at);
-  }
-};
 
 // Rows [begin, end), in as few tiles as there can be, of nearly equal height.
 template <int C, class Sink>
@@ -76,11 +88,10 @@ static void rows_of(const bf16* x, int64_t x_stride, const bf16* w, int K, int b
   constexpr int R = rows_for(C);
   const int num_tiles = (end - begin + R - 1) / R;
   // With few rows the panel itself is read as fast as memory gives it.
-  const int64_t share = num_tiles >= 4 ? ((ahead.end - ahead.at) / num_tiles / 64 + 1) * 64 : 0;
+  if (num_tiles < 4 || !ahead.at) ahead = Ahead(x, 0);
   for (int row = begin, left = num_tiles; left > 0; left--) {
     const int rows = (end - row + left - 1) / left;
-    ahead.fetch(share);
-    tile_of<R, C>(rows, x, x_stride, w, K, row, column, sink);
+    tile_of<R, C>(rows, x, x_stride, w, K, row, column, sink, ahead.part(num_tiles - left, num_tiles, K / 2));
     row += rows;
   }
 }
@@ -91,6 +102,11 @@ static void panel(const bf16* x, int64_t x_stride, const bf16* w, int K, int beg
                   const Sink& sink, Ahead ahead = {}) {
   if (vectors >= C) return rows_of<C>(x, x_stride, w, K, begin, end, column, sink, ahead);
   if constexpr (C > STEP) panel<C - STEP, STEP>(x, x_stride, w, K, begin, end, column, vectors, sink, ahead);
+}
+
+template <int C>
+BI_INLINE Ahead panel_of(const bf16* w, int first, int vectors, int K) {
+  return {w + (int64_t)first * 16 * K, (int64_t)std::min(C, vectors - first) * 16 * K};
 }
 
 // Into how many chunks to cut M rows: few, but so that all threads end at about the same time.
@@ -106,9 +122,62 @@ static int num_row_chunks(int M, int panels, int threads) {
   return best;
 }
 
+#if BI_AVX512
+// More rows than a tile of four vectors has, but so few that the weights are what takes time: all rows stand over one
+// vector of outputs after the other, and each weight is read once.
+constexpr int MIN_TALL = rows_for(COLS) + 1, MAX_TALL = 20;
+constexpr int TALL_COLS = 2;  // a cache line of results; panels of more would leave a thread idle at the end
+
+// x: [K / 2][R][2], see matmul_tall. Meanwhile the next vector is fetched, of the last one `then`.
+template <int R, class Sink>
+static __attribute__((noinline)) void tall_tile(const bf16* x, const bf16* w, const bf16* then, int K, int column,
+                                                const Sink& sink) {
+  F16 all[R][TALL_COLS];
+  for (int c = 0; c < TALL_COLS; c++, w += (int64_t)16 * K) {
+    const bf16* const next = c + 1 < TALL_COLS ? w + (int64_t)16 * K : then;
+    F16 acc[R];
+    BI_UNROLL for (int r = 0; r < R; r++) acc[r] = splat(0.f);
+    for (int k = 0; k < K; k += 2) {
+      const P16 weight = load_pairs(w + (int64_t)k * 16);
+      prefetch(next + (int64_t)k * 16);
+      BI_UNROLL for (int r = 0; r < R; r++) acc[r] = dot2(acc[r], weight, splat_pair(x + ((int64_t)k / 2 * R + r) * 2));
+    }
+    BI_UNROLL for (int r = 0; r < R; r++) all[r][c] = acc[r];
+  }
+  sink(0, column, all);
+}
+
+template <int R, int STEP, class Sink>
+static void matmul_tall(const bf16* x, int64_t x_stride, const bf16* w, int N, int K, const Sink& sink) {
+  constexpr int C = TALL_COLS;
+  const int vectors = (N + 15) / 16, threads = omp_get_max_threads();
+  thread_local std::vector<bf16> scratch;
+  scratch.resize((size_t)R * K);
+  bf16* const turned = scratch.data();  // a pair of channels of all rows lies together
+  for (int r = 0; r < R; r++)
+    for (int k = 0; k < K; k += 2) memcpy(turned + ((int64_t)k / 2 * R + r) * 2, x + r * x_stride + k, 4);
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int column = 0; column < vectors; column += C) {
+    const int next = column + C * threads < vectors ? column + C * threads : column;
+    const bf16* const here = w + (int64_t)column * 16 * K;
+    if (vectors - column >= C) tall_tile<R>(turned, here, w + (int64_t)next * 16 * K, K, column * 16, sink);
+    else panel<C, STEP>(x, x_stride, w, K, 0, R, column * 16, vectors - column, sink);
+  }
+}
+
+template <int R, int STEP, class Sink>
+static void matmul_tall_of(int rows, const bf16* x, int64_t x_stride, const bf16* w, int N, int K, const Sink& sink) {
+  if (rows == R) return matmul_tall<R, STEP>(x, x_stride, w, N, K, sink);
+  if constexpr (R > MIN_TALL) matmul_tall_of<R - 1, STEP>(rows, x, x_stride, w, N, K, sink);
+}
+#endif
+
 // x [M, K] times packed w: every tile of outputs is handed to `sink` once, from any thread.
 template <int C, int STEP, class Sink>
 static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N, int K, const Sink& sink) {
+#if BI_AVX512
+  if (M >= MIN_TALL && M <= MAX_TALL) return matmul_tall_of<MAX_TALL, STEP>(M, x, x_stride, w, N, K, sink);
+#endif
   const int vectors = (N + 15) / 16, panels = (vectors + C - 1) / C, threads = omp_get_max_threads();
   const int chunks = num_row_chunks(M, panels, threads);
   // Chunks that are worked on together, panel after panel: a thread's rows stay in its cache, a panel is read
@@ -121,10 +190,7 @@ static void matmul(const bf16* x, int64_t x_stride, const bf16* w, int M, int N,
     const int wide = std::min(together, chunks - group * together), column = within / wide * C;
     const int chunk = group * together + within % wide, next = (within + threads) / wide * C;
     Ahead ahead;
-    if (next < vectors && next != column) {
-      ahead.at = (const char*)(w + (int64_t)next * 16 * K);
-      ahead.end = (const char*)(w + (int64_t)std::min(next + C, vectors) * 16 * K);
-    }
+    if (next < vectors && next != column) ahead = panel_of<C>(w, next, vectors, K);
     panel<C, STEP>(x, x_stride, w, K, (int)((int64_t)M * chunk / chunks), (int)((int64_t)M * (chunk + 1) / chunks),
                    column * 16, std::min(C, vectors - column), sink, ahead);
   }

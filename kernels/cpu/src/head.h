@@ -110,6 +110,7 @@ struct HeadSink {
 static void head(const bf16* hidden, const bf16* w, int rows, int V, int K, int num_ids, float* logits,
                  const HeadOut& out) {
   const int vectors = (V + 15) / 16, panels = (vectors + COLS - 1) / COLS;
+  const int threads = omp_get_max_threads();
   const int groups = (panels + GROUP_PANELS - 1) / GROUP_PANELS, chunks = (rows + ROW_CHUNK - 1) / ROW_CHUNK;
   const bool wants_sum = out.lse != nullptr, wants_moment = out.entropy != nullptr;
   std::vector<Partial> partials((size_t)rows * groups);
@@ -120,8 +121,11 @@ static void head(const bf16* hidden, const bf16* w, int rows, int V, int K, int 
     thread_local LaneStates lanes;
     lanes.reset(end - begin, wants_sum);
     const HeadSink sink{begin, V, num_ids, logits, out.target, out.target_logit, wants_sum, wants_moment, lanes};
-    for (int p = group * GROUP_PANELS; p < std::min(panels, (group + 1) * GROUP_PANELS); p++)
-      panel<COLS, 1>(hidden, K, w, K, begin, end, p * COLS * 16, std::min(COLS, vectors - p * COLS), sink);
+    for (int p = group * GROUP_PANELS; p < std::min(panels, (group + 1) * GROUP_PANELS); p++) {
+      const int next = p + 1 < (group + 1) * GROUP_PANELS ? p + 1 : (group + threads) * GROUP_PANELS;
+      panel<COLS, 1>(hidden, K, w, K, begin, end, p * COLS * 16, std::min(COLS, vectors - p * COLS), sink,
+                     next < panels ? panel_of<COLS>(w, next * COLS, vectors, K) : Ahead());
+    }
     for (int row = begin; row < end; row++) {
       const int at = row - begin;
       alignas(64) float top[16], id[16], check[16], high[16], sum[16], moment[16];

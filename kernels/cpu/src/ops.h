@@ -81,12 +81,26 @@ static int first_token(const int64_t* slots, int tokens, int part, int parts) {
   return t;
 }
 
+// Fetches where the token of *slot is to be stored: a line for each pair of K's channels. Nothing where the token before
+// it, in whose lines it lies, has had them fetched.
+static void fetch_kv_lines(const int64_t* slot, const Heads& heads, int block_size, const bf16* kv_cache) {
+  const int64_t block = *slot / block_size, place = *slot % block_size, half = (int64_t)block_size * heads.dim;
+  if (place % GROUP && slot[-1] == *slot - 1) return;
+  for (int h = 0; h < heads.num_kv_heads; h++) {
+    const bf16* k = kv_cache + (block * heads.num_kv_heads + h) * 2 * half + place / GROUP * GROUP * heads.dim;
+    const bf16* v = k + half + place % GROUP / 2 * heads.dim * 2;
+    for (int d = 0; d < heads.dim / 2; d++) prefetch(k + d * GROUP * 2);
+    for (int d = 0; d < heads.dim * 2; d += 32) prefetch(v + d);
+  }
+}
+
 // qkv [tokens, (heads + 2 kv heads) * dim] -> q [tokens, heads, dim] rotated and scaled, k and v into the cache.
 // q_norm, k_norm: [dim] or null. slots: block * block_size + place of each token. is_finite [tokens]: cleared where
 // a token's KV holds NaN or infinity.
 static void rope_and_store_kv(const bf16* qkv, const bf16* q_norm, const bf16* k_norm, float eps,
                               const RopeTables& rope, const int32_t* positions, const int64_t* slots, int tokens,
                               const Heads& heads, float scale, int block_size, bf16* q, bf16* kv_cache, uint8_t* is_finite) {
+  constexpr int AHEAD = 2;  // tokens; a new token's lines come from memory
   const int dim = heads.dim, width = heads.num_heads + 2 * heads.num_kv_heads;
 #pragma omp parallel
   {
@@ -101,6 +115,7 @@ static void rope_and_store_kv(const bf16* qkv, const bf16* q_norm, const bf16* k
         for (int d = 0; d < dim; d += 16) store(x + d, load_widen(from + d));
         rotate(x, rope, positions[t]);
       };
+      if (t + AHEAD < end) fetch_kv_lines(slots + t + AHEAD, heads, block_size, kv_cache);
       for (int h = 0; h < heads.num_heads; h++) {
         read(row + h * dim, q_norm);
         bf16* out = q + ((int64_t)t * heads.num_heads + h) * dim;
