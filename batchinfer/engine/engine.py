@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from batchinfer.engine.machine import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
+    cores,
     fallback_note,
     free_memory_bytes,
     num_physical_cores,
@@ -460,7 +462,10 @@ def _make_decoder(
         return TritonDecoder(spec, weights, max_model_len, deterministic=deterministic, kv_dtype=kv_dtype)
     from batchinfer.kernels.cpu.decoder import CpuDecoder
 
-    return CpuDecoder(spec, weights, kernels, max_model_len)
+    decoder = CpuDecoder(spec, weights, kernels, max_model_len)
+    if "OMP_PROC_BIND" not in os.environ:  # else it is the user's choice
+        decoder.bind_threads(cores())
+    return decoder
 
 
 def _warn_of_missing(kernels: KernelChoice) -> None:

@@ -14,21 +14,27 @@ from batchinfer.errors import InputError
 from batchinfer.kernels.fp8_kv import FP8
 
 
-def num_physical_cores() -> int:
-    """Physical cores among the CPUs this process may use, no more than a container's CPU time fills."""
+def cores() -> list[set[int]]:
+    """The CPUs of each physical core, of those that this process may use."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not Linux
-        return max(1, (os.cpu_count() or 1))
-    cores = set()
-    for cpu in allowed:
+        return [{cpu} for cpu in range(os.cpu_count() or 1)]
+    cores: dict[str, set[int]] = {}
+    for cpu in sorted(allowed):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            cores.add(siblings.read_text().strip())
+            name = siblings.read_text().strip()
         except OSError:
-            cores.add(str(cpu))
+            name = str(cpu)
+        cores.setdefault(name, set()).add(cpu)
+    return list(cores.values())
+
+
+def num_physical_cores() -> int:
+    """Physical cores among the CPUs this process may use, no more than a container's CPU time fills."""
     quota = cgroups.cpu_quota()
-    return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
+    return max(1, len(cores()) if quota is None else min(len(cores()), math.ceil(quota)))
 
 
 def free_memory_bytes() -> int:

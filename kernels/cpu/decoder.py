@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.sampler import DrawColumns
@@ -56,6 +58,7 @@ class PackedKV:
 
     data: Tensor  # [num_layers, num_blocks, 2 * block_size * num_kv_heads * head_dim] bf16
     block_size: int
+    library: ctypes.CDLL
 
     @property
     def num_blocks(self) -> int:
@@ -66,8 +69,14 @@ class PackedKV:
         return self.data.nbytes
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        sources, targets = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        self.data[:, targets] = self.data[:, sources]
+        sources, targets = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+        if torch.isin(sources, targets).any():  # a source is read before it is written
+            self.data[:, targets] = self.data[:, sources]
+            return
+        layer, block = (stride * self.data.itemsize for stride in self.data.stride()[:2])
+        self.library.bi_copy_blocks(
+            self.data.data_ptr(), len(self.data), layer, block, sources.data_ptr(), targets.data_ptr(), len(pairs)
+        )
 
     def clear_blocks(self, blocks: list[int]) -> None:
         self.data[:, torch.tensor(blocks, dtype=torch.int64)] = 0
@@ -81,6 +90,14 @@ def interleaved(gate_up: Tensor) -> Tensor:
     """Gate rows, then up rows -> 16 of the gate, 16 of up, and so on: both are in registers together."""
     gate, up = gate_up.view(2, -1, 16, *gate_up.shape[1:])
     return torch.stack((gate, up), dim=1).reshape(gate_up.shape)
+
+
+def core_of_cpu(cores: list[set[int]]) -> NDArray[np.int32]:
+    """The number of each CPU's core; -1: it is in none of them."""
+    numbers = np.full(1 + max((cpu for core in cores for cpu in core), default=-1), -1, np.int32)
+    for index, core in enumerate(cores):
+        numbers[list(core)] = index
+    return numbers
 
 
 class CpuDecoder:
@@ -139,10 +156,19 @@ class CpuDecoder:
         self._library.bi_pack(weight.data_ptr(), out.data_ptr(), rows, columns)
         return out
 
+    def bind_threads(self, cores: list[set[int]]) -> None:
+        """Where there is a thread for each of the cores (sets of CPUs), keep each on its own while kernels run.
+
+        For all models of this process. See binding.h for why.
+        """
+        numbers = core_of_cpu(cores)
+        self._library.bi_bind_threads(numbers.ctypes.data, len(numbers))
+
     def make_kv(self, num_blocks: int, block_size: int) -> PackedKV:
         spec = self.spec
         per_block = 2 * block_size * spec.num_kv_heads * spec.head_dim
-        return PackedKV(zeroed_pages((spec.num_layers, num_blocks, per_block), self.dtype, self.device), block_size)
+        data = zeroed_pages((spec.num_layers, num_blocks, per_block), self.dtype, self.device)
+        return PackedKV(data, block_size, self._library)
 
     def _batch(self, inputs: StepInputs, kv: PackedKV) -> Batch:
         ragged = inputs.ragged

@@ -57,6 +57,7 @@ class Batch(ctypes.Structure):
 
 _MODEL, _BATCH = ctypes.POINTER(Model), ctypes.POINTER(Batch)
 _SIGNATURES: dict[str, list[type]] = {
+    "bi_bind_threads": [_P, _I32],
     "bi_pack": [_P, _P, _I32, _I32],
     "bi_linear": [_P, _P, _P, _P, _I32, _I32, _I32],
     "bi_linear_add": [_P, _P, _P, _P, _I32, _I32, _I32],
@@ -67,6 +68,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "bi_sample": [_P, _I32, _I32, _P, _P, _P, _P, _P, _P, _I32, _P],
     "bi_tree_attention": [_MODEL, _BATCH, _I32, _P, _P],
     "bi_rope_and_store_kv": [_MODEL, _BATCH, _P, _P, _P, _P, _P, _P],
+    "bi_copy_blocks": [_P, _I32, _I64, _I64, _P, _P, _I32],
     "bi_forward": [_MODEL, _BATCH, _P, _I32, _P],
     "bi_times": [_P],
 }

@@ -237,7 +237,21 @@ void passes(const Shape& shape, const std::vector<int>& counts) {
 
 }  // namespace
 
+void blocks() {
+  std::vector<char> pool(3 * 7 * 96), before;
+  for (auto& x : pool) x = (char)draw();
+  before = pool;
+  const int64_t sources[] = {1, 3}, targets[] = {6, 0};
+  bi_copy_blocks(pool.data(), 3, 7 * 96, 96, sources, targets, 2);
+  for (int layer = 0; layer < 3; layer++)
+    for (int i = 0; i < 2; i++)
+      expect(!memcmp(&pool[(layer * 7 + targets[i]) * 96], &before[(layer * 7 + sources[i]) * 96], 96), "copy_blocks");
+}
+
 int main() {
+  const int32_t core_of_cpu[] = {0, 1, 2};  // as many as threads: see run_sanitized.py
+  bi_bind_threads(core_of_cpu, 3);
+  blocks();
   products();
   rows();
   heads();

@@ -11,6 +11,7 @@
 #endif
 
 #include "attention.h"
+#include "binding.h"
 #include "gemm.h"
 #include "head.h"
 #include "ops.h"
@@ -99,6 +100,10 @@ void bi_times(double* seconds) {
   for (int part = 0; part < NUM_PARTS; part++) seconds[part] = part_seconds[part], part_seconds[part] = 0;
 }
 
+// From now on thread i runs on the CPUs whose core_of_cpu is i, where there are as many threads as cores; none: no more.
+// Threads are those of the process: for one caller at a time, when no kernel runs.
+void bi_bind_threads(const int32_t* core_of_cpu, int32_t num_cpus) { bind_threads(core_of_cpu, num_cpus); }
+
 void bi_pack(const bf16* w, bf16* out, int32_t N, int32_t K) { pack(w, out, N, K); }
 void bi_linear(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int32_t M, int32_t N, int32_t K) {
   linear(x, w, bias, out, M, N, K);
@@ -118,6 +123,7 @@ void bi_silu_and_mul(const bf16* gate_up, bf16* out, int32_t rows, int32_t n) { 
 
 void bi_head(const bf16* hidden, const bf16* w, int32_t rows, int32_t V, int32_t K, int32_t num_ids, float* logits,
              float* top, int32_t* argmax, float* lse, float* entropy, const int32_t* target, float* target_logit) {
+  OnItsCore place;
   timed(HEAD, [&] {
     head(hidden, w, rows, V, K, num_ids, logits, {top, argmax, lse, entropy, target, target_logit});
   });
@@ -130,6 +136,7 @@ void bi_sample(float* logits, int32_t rows, int32_t V, const float* temperature,
   std::vector<SampleParams> params(rows);
   for (int i = 0; i < rows; i++)
     params[i] = {temperature[i], min_p[i], top_k[i], top_p[i], (uint64_t)keys[i], positions[i]};
+  OnItsCore place;
   timed(SAMPLING, [&] { sample(logits, rows, V, params.data(), writes, ids); });
 }
 
@@ -221,10 +228,21 @@ static void forward(const bi_model* m, const bi_batch* b, const int64_t* outputs
     memcpy(hidden + (size_t)outputs[i] * H, normed + (size_t)i * H, sizeof(bf16) * H);
 }
 
+// Blocks `sources` of a pool [layers, blocks, block_bytes] onto blocks `targets`; none is both.
+void bi_copy_blocks(char* pool, int32_t layers, int64_t layer_bytes, int64_t block_bytes, const int64_t* sources,
+                    const int64_t* targets, int32_t count) {
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < (int64_t)layers * count; i++) {
+    char* layer = pool + i / count * layer_bytes;
+    memcpy(layer + targets[i % count] * block_bytes, layer + sources[i % count] * block_bytes, block_bytes);
+  }
+}
+
 // Stores the tokens' KV and writes the final hidden states [num_tokens, hidden] of the tokens `outputs`, ascending. The
 // other rows are zero, or NaN where the token's KV in some layer holds NaN or infinity.
 // Returns 0, or 1 where there was no memory for the step: then hidden means nothing, and the step may be made again.
 int32_t bi_forward(const bi_model* m, const bi_batch* b, const int64_t* outputs, int32_t num_outputs, bf16* hidden) {
+  OnItsCore place;
   try {
     forward(m, b, outputs, num_outputs, hidden);
     return 0;
