@@ -168,14 +168,15 @@ class EngineRun:
             return None
         self._apply(step)
         pending = None if before is None else before.pending
-        hidden = self._forward(step, pending)
+        computed = self._forward(step, pending)
         self._count(step)
-        if hidden is None:
+        if computed is None:
             return None
+        hidden, total = computed
         scores = self.scorer.launch(step, hidden)
         draws = self._draw(step, hidden, pending)
         is_ahead = self.looks_ahead and scores is None and not self.saw_non_finite
-        flight = Flight.of(step, hidden, scores, draws, self.batch.staging, is_ahead=is_ahead)
+        flight = Flight.of(step, hidden, total, scores, draws, self.batch.staging, is_ahead=is_ahead)
         if is_ahead:
             self._advance(flight)
         return flight
@@ -242,10 +243,15 @@ class EngineRun:
         self.scorer.start_over()
         self.stats.num_preemptions += len(stopped) + len(finished)
 
-    def _forward(self, step: Step, pending: PendingTokens | None) -> Tensor | None:
-        """Final hidden states; None: there was no memory. Nothing has advanced then, and steps are smaller from now."""
+    def _forward(self, step: Step, pending: PendingTokens | None) -> tuple[Tensor, Tensor] | None:
+        """Final hidden states and their sum; None: there was no memory.
+
+        Nothing has advanced then, and steps are smaller from now on.
+        """
         try:
-            return self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step), pending), self.kv)
+            hidden = self.model.forward(self.batch.inputs(step.scheduled, self._outputs(step), pending), self.kv)
+            # NaN or infinity anywhere shows in the sum. On a CPU it takes the memory of a copy in fp32.
+            return hidden, hidden.sum(dtype=torch.float32)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or not self.scheduler.halve_budget():
                 raise

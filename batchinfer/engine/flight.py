@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from batchinfer.engine.draws import LaunchedDraws
@@ -37,15 +36,15 @@ class Flight:
         cls,
         step: Step,
         hidden: Tensor,
+        total: Tensor,
         scores: LaunchedScores | None,
         draws: LaunchedDraws,
         staging: Staging,
         *,
         is_ahead: bool,
     ) -> Flight:
-        """Whatever the host will read sets out in one copy."""
-        # One pass that writes nothing: NaN or infinity anywhere shows in the sum.
-        tensors = [hidden.sum(dtype=torch.float32)]
+        """Whatever the host will read sets out in one copy. `total`: the sum of all hidden states."""
+        tensors = [total]
         if scores is not None:
             tensors += scores.tensors()
         fetched = staging.fetch(tensors + draws.tensors())
